@@ -101,7 +101,7 @@ class GatewayService:
         )
         self._places = Places(
             *(config.process_id, config.site, config.region),
-            lambda site: "" if linked is None else linked.region_of(site),
+            lambda site: "" if linked is None else linked.region_of(site) or "",
         )
         self.telemetry = self._request_telemetry()
         self.receipts = Receipts(config, self._places, clock, wall_clock, randomness)

@@ -42,9 +42,9 @@ class OtherSites:
         clock: Clock,
         workers: WorkerFleet,
         refusals: Refusals,
-        region_of: Callable[[str], str] = lambda site: "",
+        region_of: Callable[[str], str | None] = lambda site: None,
     ) -> None:
-        """`region_of` a site is that of its link; "": not known."""
+        """`region_of` a site is that of its link; None before its first state."""
         self._refusals, self._region_of = refusals, region_of
         self.prefixes = SitePrefixes()
         self._bus = bus
@@ -97,7 +97,7 @@ class OtherSites:
         region = self._region_of(site)
         if regions is not None and region not in regions:
             self.prefixes.withdraw(site, digest.region_class)
-            if region:  # else its first state comes later
+            if region is not None:  # else its first state comes later
                 self._refusals.count("site", "", region)
             return
         self.prefixes.take(digest, self._clock.now())

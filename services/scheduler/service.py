@@ -129,7 +129,7 @@ class SchedulerService:
         self._candidates = Candidates(self._workers, self._starts)
         self._sites = OtherSites(
             *(bus, clock, self._workers, self.health_monitor.refusals),
-            region_of=(lambda _: "") if self._linked is None else self._linked.region_of,
+            region_of=(lambda _: None) if self._linked is None else self._linked.region_of,
         )
         self._blocked = BlockedQueues()
         self._opening: set[QueueKey] = set()  # queues with a scheduled probe

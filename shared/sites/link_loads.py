@@ -32,7 +32,7 @@ FORGET_CUT_S = 86_400.0  # a site that was removed is not lost for ever
 class _Link:
     heard_at: float  # the last state, or the start of this process
     changed_at: float
-    region: str = ""
+    region: str | None = None  # before the first state
     is_cut: bool = False
     problem: str = ""
     refused_at: float = -inf  # the last state that was
@@ -54,10 +54,10 @@ class LinkLoads:
         self._sent_to_all = 0
         self._judged_from = now
 
-    def region_of(self, site: str) -> str:
-        """Returns "" for a site that has never been heard."""
+    def region_of(self, site: str) -> str | None:
+        """Returns None for a site that has never been heard, "" for one without a region."""
         link = self._links.get(site)
-        return "" if link is None else link.region
+        return None if link is None else link.region
 
     def heard(self, site: str, region: str, now: float) -> None:
         """Counts a state."""
@@ -99,7 +99,9 @@ class LinkLoads:
         elif not link.is_cut and now - max(link.heard_at, self._judged_from) > CUT_S:
             link.is_cut, link.changed_at = True, link.heard_at
             why = {"reason": problem} if (problem := link.problem_at(now)) else {}
-            log.warning("link_cut", site=site, region=link.region, since_s=round(CUT_S), **why)
+            log.warning(
+                "link_cut", site=site, region=link.region or "", since_s=round(CUT_S), **why
+            )
 
     def _count_sent_to_all(self) -> None:
         """Adds the bytes that were sent to all sites to each link that is connected."""
@@ -114,7 +116,7 @@ class LinkLoads:
     ) -> LinkLoad:
         return LinkLoad(
             site=site,
-            region=link.region,
+            region=link.region or "",
             is_cut=link.is_cut,
             changed_s=round(now - link.changed_at, 1),
             round_trip_s=None if link.is_cut else round_trip_s(at_site(site, "")),

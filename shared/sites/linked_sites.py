@@ -73,8 +73,10 @@ class LinkedSites:
         if site is not None:
             self._links.count(site, name)
 
-    def region_of(self, site: str) -> str:
-        """Returns the region that the site has stated, or ""."""
+    def region_of(self, site: str) -> str | None:
+        """Returns the region that the site has stated, "" if it has none; None before its first
+        state.
+        """
         return self._links.region_of(site)
 
     def doubled(self) -> tuple[str, ...]:

@@ -4,11 +4,16 @@ Pure functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import structs
 
-from services.gateway.sites.site_requests import MAX_NAME, check_names, is_restricted
+from services.gateway.sites.site_requests import (
+    MAX_NAME,
+    check_names,
+    is_restricted,
+    tenant_here,
+)
 from shared.block_hash import extend_packed, root_hash
 from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import Heartbeat, ModelCard, RunPrefill
@@ -33,18 +38,22 @@ def check_prefill(command: RunPrefill, networks: Sequence[Network]) -> None:
 
 
 def chosen_prefill(
-    command: RunPrefill, workers: Iterable[Heartbeat], relayed_tokens: Mapping[str, int]
+    command: RunPrefill,
+    workers: Iterable[Heartbeat],
+    relayed_tokens: Mapping[str, int],
+    regions: Collection[str] | None = None,
 ) -> Heartbeat:
-    """Returns the worker of this site with the fewest tokens to compute, of those whose KV the
-    decode worker may hold. `relayed_tokens` are those that this gateway has passed on: a heartbeat
-    does not have the latest. Raises WorkerBusy.
+    """Returns the worker of this site with the fewest tokens to compute, of those in `regions`
+    (None: any) whose KV the decode worker may hold. `relayed_tokens` are those that this gateway
+    has passed on: a heartbeat does not have the latest. Raises WorkerBusy.
     """
 
     def num_tokens(worker: Heartbeat) -> int:
         in_flight = 0 if worker.load is None else worker.load.prefill_tokens_in_flight
         return in_flight + relayed_tokens.get(worker.process_id, 0)
 
-    fitting = (each for each in workers if _fits(each, command))
+    allowed = (each for each in workers if regions is None or each.region in regions)
+    fitting = (each for each in allowed if _fits(each, command))
     chosen = min(fitting, key=num_tokens, default=None)
     if chosen is None:
         raise WorkerBusy(f"no prefill worker of this site fits {command.model!r} now")
@@ -85,8 +94,7 @@ def site_prefill(
     that this site serves. Nothing is cached of a tenant that is restricted to regions, or of a
     third site: see `site_request`.
     """
-    site = site_in(command.decode_worker_id) or ""
-    tenant_id = at_site(site, command.tenant_id)[:MAX_NAME]
+    site, tenant_id = site_in(command.decode_worker_id) or "", tenant_here(command)
     salt = command.cache_root.hex()
     root = root_hash(tenant_id, command.revision, cache_salt=salt, key=root_key)
     return structs.replace(

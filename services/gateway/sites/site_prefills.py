@@ -24,6 +24,7 @@ from services.gateway.sites.prefill_requests import (
     num_tokens_of,
     site_prefill,
 )
+from services.gateway.sites.site_requests import checked_regions
 from shared.allowance import Allowance
 from shared.clock import Clock
 from shared.config import GatewayConfig
@@ -77,9 +78,9 @@ class SitePrefills:
         health_monitor: HealthMonitor,
         outbox: Outbox,
         *,
-        region_of: Callable[[str], str] = lambda site: "",
+        region_of: Callable[[str], str | None] = lambda site: None,
     ) -> None:
-        """`region_of` a site is that of its link; "": not known."""
+        """`region_of` a site is that of its link; None before its first state."""
         self._region_of = region_of
         self._bus = bus
         self._clock = clock
@@ -124,10 +125,9 @@ class SitePrefills:
         """
         placement_id, decode_id = command.placement_id, command.decode_worker_id
         try:
-            self._check(command)
-            worker = chosen_prefill(
-                command, self._health_monitor.fleet.live("prefill"), self._relayed_tokens()
-            )
+            regions = self._check(command)
+            workers = self._health_monitor.fleet.live("prefill")
+            worker = chosen_prefill(command, workers, self._relayed_tokens(), regions)
         except HearthError as error:
             site, reason = site_in(decode_id) or "", error.message
             self._log_limit.write(
@@ -150,7 +150,7 @@ class SitePrefills:
             self._root_key(),
             block_size=card.block_size,
             max_deadline_s=self._max_deadline_s,
-            target_region=self._region_of(site_in(decode_id) or ""),
+            target_region=self._region_of(site_in(decode_id) or "") or "",
         )
         worker_id = worker.process_id
         try:
@@ -161,25 +161,19 @@ class SitePrefills:
             self._abort(placement_id)
             raise
 
-    def _check(self, command: RunPrefill) -> None:
+    def _check(self, command: RunPrefill) -> frozenset[str] | None:
+        """Returns the regions that may have the prompt; None: all. Raises HearthError."""
         state, num_relays = self._health_monitor.state, len(self._relays)
         if state != "ready" or num_relays >= MAX_RELAYS:
             raise WorkerBusy(f"{self._name} is {state}, with {num_relays} prefills of other sites")
         site, now = site_in(command.decode_worker_id) or "", self._clock.now()
-        self._check_regions(command, site)
+        regions = checked_regions(command, self._health_monitor.refusals, self._region_of(site))
         check_prefill(command, self._networks)
         if site not in self._tokens:
             self._tokens[site] = Allowance(MAX_TOKENS_PER_S, 1.0, now)
         if not self._tokens[site].takes(num_tokens_of(command), now):
             raise WorkerBusy(f"site {site} sends more than {MAX_TOKENS_PER_S} tokens a second")
-
-    def _check_regions(self, command: RunPrefill, site: str) -> None:
-        """Raises OutsideRegions unless this site may compute the prompt, and the other have its
-        KV.
-        """
-        refusals = self._health_monitor.refusals
-        if refusals.require("site", command) is not None:
-            refusals.require("site", command, self._region_of(site))
+        return regions
 
     def _relayed_tokens(self) -> Counter[str]:
         tokens = Counter[str]()

@@ -1,4 +1,4 @@
-"""The request of another site as a request of this gateway. Pure functions."""
+"""The request of another site as a request of this gateway. No I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import Heartbeat, ModelCard, Request, RunPrefill
 from shared.packing import TOKEN_ID_BYTES, pack_hashes
 from shared.regions.region_classes import RegionClasses
-from shared.subjects import SITE_SEPARATOR, at_site, is_at_site
+from shared.subjects import SITE_SEPARATOR, at_site, is_at_site, site_in
+from shared.tenancy.refusals import Refusals
 from shared.tenancy.residency import regions_of
 
 MAX_NAME = 256
@@ -89,10 +90,31 @@ def may_retain_class(
     return bool(indexes) and indexes <= (regions_of(request, classes) or frozenset())
 
 
-def tenant_here(request: Request) -> str:
-    """Returns what the tenant of another site's request is called here."""
-    site = request.gateway_id.partition(SITE_SEPARATOR)[0]
-    return at_site(site, request.tenant_id)[:MAX_NAME]
+def owner_of(message: Request | RunPrefill) -> str:
+    """Returns the process of another site that has sent a message."""
+    return message.decode_worker_id if isinstance(message, RunPrefill) else message.gateway_id
+
+
+def tenant_here(message: Request | RunPrefill) -> str:
+    """Returns what the tenant of another site's message is called here."""
+    return at_site(site_in(owner_of(message)) or "", message.tenant_id)[:MAX_NAME]
+
+
+def checked_regions(
+    message: Request | RunPrefill, refusals: Refusals, region: str | None
+) -> frozenset[str] | None:
+    """Returns the regions that may have the tenant's data; None: all. Raises OutsideRegions, and
+    counts, unless this process and the other site are in them, and WorkerBusy before the first
+    state of that site, whose `region` is None until then.
+    """
+    regions = regions_of(message, refusals.classes)
+    if regions is None:
+        return None
+    refusals.check("site", tenant_here(message), regions)
+    if region is None:
+        raise WorkerBusy("this gateway has just started: no state of the other site has come yet")
+    refusals.check("site", tenant_here(message), regions, region)
+    return regions
 
 
 def site_request(

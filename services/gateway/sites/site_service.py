@@ -20,6 +20,7 @@ from services.gateway.sites.prefix_digests import PrefixDigests
 from services.gateway.sites.site_placements import SitePlacements
 from services.gateway.sites.site_prefills import SitePrefills
 from services.gateway.sites.site_requests import (
+    checked_regions,
     may_retain_class,
     narrowed,
     site_request,
@@ -222,7 +223,8 @@ class SiteService:
     def _start_decode(self, command: StartDecode) -> DecodeStarted:
         placement_id, asked = command.placement_id, command.request
         if placement_id not in self._placements:
-            self._check_regions(asked)
+            site, refusals = site_in(asked.gateway_id) or "", self._health_monitor.refusals
+            checked_regions(asked, refusals, self._linked.region_of(site))
             self._check_capacity()
             self._placements.check_room()  # before the prompt is hashed
             now, request = self._clock.now(), self._request(command)
@@ -233,12 +235,6 @@ class SiteService:
             self._driver.open([Opening(request, receiver, is_queueable=command.is_queueable)])
             self._linked.count(asked.gateway_id, "num_served")
         return DecodeStarted(placement_id=placement_id, num_cached_tokens=0)
-
-    def _check_regions(self, asked: Request) -> None:
-        """Raises OutsideRegions unless this gateway and the other site may have the request."""
-        refusals, site = self._health_monitor.refusals, site_in(asked.gateway_id) or ""
-        if refusals.require("site", asked) is not None:
-            refusals.require("site", asked, self._linked.region_of(site))
 
     def _request(self, command: StartDecode) -> Request:
         asked, own = command.request, self._bus.process_id

@@ -70,6 +70,15 @@ def test_request_needs_the_features_of_the_worker() -> None:
     assert chosen_prefill(needing, [able], {}) is able
 
 
+def test_prompt_goes_to_a_worker_in_the_regions_of_its_tenant() -> None:
+    """This site may have workers in others, too."""
+    outside = [prefill_worker("p1", region="us"), prefill_worker("p2")]
+    inside = prefill_worker("p3", 300, region="fr")
+    assert chosen_prefill(COMMAND, [*outside, inside], {}, {"fr", "de"}) is inside
+    with pytest.raises(WorkerBusy):
+        chosen_prefill(COMMAND, outside, {}, {"fr", "de"})
+
+
 def test_site_may_ask_for_what_its_decode_workers_can_receive() -> None:
     networks = networks_of(["10.2.0.0/16"])
     check_prefill(COMMAND, networks)

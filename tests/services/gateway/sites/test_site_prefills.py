@@ -8,7 +8,7 @@ import structlog
 
 from services.gateway.sites.site_prefills import MAX_TOKENS_PER_S, SitePrefills
 from shared.config import GatewayConfig
-from shared.errors import InvalidRequest, NoResponders, WorkerBusy
+from shared.errors import InvalidRequest, NoResponders, OutsideRegions, WorkerBusy
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     AbortRequest,
@@ -18,6 +18,7 @@ from shared.messages import (
     PrefillFailed,
     PrefillPhases,
     RenewLease,
+    ResidencyRefusals,
     RunPrefill,
 )
 from shared.subjects import control, run_prefill
@@ -46,17 +47,21 @@ CONFIG = GatewayConfig(
 class Rig:
     """Site b with the worker p1, and the decode worker decode-1 of site a."""
 
-    def __init__(self, config: GatewayConfig = CONFIG) -> None:
+    def __init__(self, config: GatewayConfig = CONFIG, region: str = "") -> None:
         network, self.clock = SimulatedNetwork(), VirtualClock()
         self.gateway, self.worker, self.other = map(network.bus, ("gw", "p1", "p2"))
         self.decode = network.bus("decode-1")
         self.monitor = HealthMonitor(
-            self.gateway, self.clock, SeededRandomness(0), roles=("gateway",)
+            self.gateway, self.clock, SeededRandomness(0), roles=("gateway",), region=region
         )
         self.monitor.state = "ready"
         self.monitor.observe(prefill_worker("p1"))
         self.outbox = Outbox(self.gateway)
-        self.prefills = SitePrefills(config, self.gateway, self.clock, self.monitor, self.outbox)
+        self.regions: dict[str, str] = {}  # of the sites that have been heard
+        self.prefills = SitePrefills(
+            *(config, self.gateway, self.clock, self.monitor, self.outbox),
+            region_of=self.regions.get,
+        )
         self.at_worker: list[Message] = []
         self.at_decode: list[Message] = []
         self.refusal: Exception | None = None
@@ -175,6 +180,30 @@ def test_what_is_refused_leaves_nothing_behind() -> None:
         rig.monitor.state = "draining"
         with pytest.raises(WorkerBusy):
             await rig.ask(run_prefill_of_site("a", placement_id=b"z" * 16))
+
+    run(main())
+
+
+def test_prompt_of_some_regions_stays_in_them() -> None:
+    """A refusal is counted under the tenant's name here, and none before the site is heard."""
+
+    async def main() -> None:
+        rig = Rig(region="fr")
+        await rig.start()
+        bound = run_prefill_of_site("a", allowed_regions=("de", "fr"))
+        with pytest.raises(WorkerBusy, match="no state of the other site has come yet"):
+            await rig.ask(bound)
+        assert rig.monitor.refusals.last() == ()
+        rig.regions["a"] = "us"
+        with pytest.raises(OutsideRegions):
+            await rig.ask(bound)
+        assert rig.monitor.refusals.last() == (ResidencyRefusals("site", "a/t", "us", 1),)
+        rig.regions["a"] = "de"
+        with pytest.raises(WorkerBusy, match="no prefill worker of this site fits"):
+            await rig.ask(bound)
+        rig.monitor.observe(prefill_worker("p1", sequence_number=2, region="fr"))
+        await rig.ask(bound)
+        assert len(rig.at_worker) == 1
 
     run(main())
 
