@@ -7,23 +7,32 @@ from collections.abc import Iterator, Sequence
 from services.cli.verify.finding import Finding, Verdict
 from shared.packing import pack_token_ids
 from shared.receipts.jws import ParsedJws, PublicJwk, thumbprint
-from shared.receipts.receipt import AnswerReceipt, PlacedProcess, payload_hash
+from shared.receipts.receipt import AnswerReceipt, PlacedProcess, payload_hash, receipt_of
 from shared.receipts.salted import ReceiptSalt
 
 TokenLists = Sequence[Sequence[int]]
 
 
 def signature_finding(jws: ParsedJws, keys: Sequence[PublicJwk]) -> Finding:
-    """`keys` are those that the reader trusts."""
-    known = {thumbprint(each.public): each for each in keys}
-    key = known.get(jws.kid)
-    if key is None:
+    """`keys` are those that the reader trusts, each for the receipts of its site: a linked site
+    signs for no other. Raises ConfigError for a payload of another form.
+    """
+    known: dict[str, list[PublicJwk]] = {}
+    for each in keys:
+        known.setdefault(thumbprint(each.public), []).append(each)
+    signing = known.get(jws.kid)
+    if signing is None:
         names = ", ".join(known) or "none"
         text = f"of another site or cluster: signed with key {jws.kid}, known: {names}"
         return Finding("signature", "wrong", text)
-    site = f" of site {key.site!r}" if key.site else ""
-    if not jws.is_signed_by(key.public):
+    named = sorted({each.site for each in signing})
+    site = f" of site {' or '.join(map(repr, named))}" if all(named) else ""
+    if not jws.is_signed_by(signing[0].public):
         return Finding("signature", "wrong", f"not that of key {jws.kid}{site}: it was changed")
+    claimed = receipt_of(jws.payload).gateway.site
+    if site and claimed not in ("", *named):  # "": from before the site had a name
+        text = f"key {jws.kid}{site}, which is none of site {claimed!r} that it names"
+        return Finding("signature", "wrong", text)
     return Finding("signature", "ok", f"key {jws.kid}{site}")
 
 

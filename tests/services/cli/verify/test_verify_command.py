@@ -16,6 +16,7 @@ from shared.receipts.jws import JwkSet, jwk_of, signed_jws
 from shared.receipts.receipt import (
     AnswerReceipt,
     IssuedReceipt,
+    PlacedProcess,
     decoded_bytes,
     encoded_bytes,
     payload_hash,
@@ -126,6 +127,19 @@ def test_receipt_of_another_cluster_is_one_clear_line(folder: Folder) -> None:
     assert done.returncode == 1
     assert done.stdout.startswith("signature  wrong  of another site or cluster: signed with key ")
     assert len(done.stdout.splitlines()) == 1
+
+
+def test_linked_site_signs_for_no_other(folder: Folder) -> None:
+    """Its key is among those of this site's gateways, which it may show as its own, too."""
+    linked = jwk_of(OTHER.public, "b"), jwk_of(KEY.public, "b")
+    keys = folder.write("linked.json", JwkSet((jwk_of(KEY.public, "a"), *linked)))
+    done = folder.verify(jws_of(receipt(), OTHER), key=keys)
+    assert done.returncode == 1
+    assert "of site 'b', which is none of site 'a' that it names" in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+    assert folder.verify(jws_of(receipt()), key=keys).returncode == 0
+    there = structs.replace(receipt(), gateway=PlacedProcess(id="gateway", site="b"))
+    assert folder.verify(jws_of(there, OTHER), key=keys).returncode == 0
 
 
 @pytest.mark.parametrize(
