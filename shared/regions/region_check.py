@@ -12,14 +12,17 @@ from collections.abc import Callable
 from shared.errors import OutsideRegions, SendForbidden
 from shared.messages import Message
 from shared.regions.region_classes import NO_CLASSES, RegionClasses
-from shared.subjects import carries_data, class_of, in_class
+from shared.subjects import at_site, carries_data, class_of, in_class, site_of
+
+MAX_NAME = 256
 
 
 class RegionCheck:
     """`region` is that of the process; "" is in no class.
 
     `num_refused` counts what this check refuses, `num_denied` what nats-server does. They call
-    `on_refused` with the tenant ("" if the message names none), and `on_denied` with the class.
+    `on_refused` with the tenant ("" if the message names none), that of a linked site under its
+    name here, and `on_denied` with the class.
     """
 
     def __init__(self, region: str = "", classes: RegionClasses = NO_CLASSES) -> None:
@@ -40,7 +43,7 @@ class RegionCheck:
         """Returns the subject on which a message is sent. Raises SendForbidden, and counts."""
         region_class = message.region_class
         if region_class and region_class not in self.own_classes:
-            raise SendForbidden(self._refused(message, self._where(region_class)))
+            raise SendForbidden(self._refused(_tenant_of(message), self._where(region_class)))
         return in_class(subject, region_class)
 
     def check_received(self, message: Message, wire_subject: str) -> None:
@@ -50,18 +53,24 @@ class RegionCheck:
         named, region_class = class_of(wire_subject), message.region_class
         if named != region_class:
             what = f"a {type(message).__name__} of the region class {region_class!r}"
-            raise OutsideRegions(self._refused(message, f"{what} came on a subject of {named!r}"))
-        if region_class and region_class not in self.own_classes:
-            raise OutsideRegions(self._refused(message, self._where(region_class)))
+            reason = f"{what} came on a subject of {named!r}"
+        elif region_class and region_class not in self.own_classes:
+            reason = self._where(region_class)
+        else:
+            return
+        tenant_id, site = _tenant_of(message), site_of(wire_subject)
+        if tenant_id and site is not None:
+            tenant_id = at_site(site, tenant_id)[:MAX_NAME]
+        raise OutsideRegions(self._refused(tenant_id, reason))
 
     def _where(self, region_class: str) -> str:
         where = f"the region {self.region!r}" if self.region else "no region"
         return f"this process is in {where}, outside of {region_class!r}"
 
-    def _refused(self, message: Message, reason: str) -> str:
+    def _refused(self, tenant_id: str, reason: str) -> str:
         """Counts a refusal. Returns its reason."""
         self.num_refused += 1
-        self.on_refused(_tenant_of(message))
+        self.on_refused(tenant_id)
         return reason
 
     def denied(self, subject: str) -> None:

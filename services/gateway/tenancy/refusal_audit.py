@@ -25,12 +25,15 @@ COUNTS = "hearth:audit:refusal_counts"  # hash: process, epoch and kind → how 
 COUNTS_S = 7 * 86_400
 FLUSH_S = 1.0
 MAX_PENDING = 4096  # kinds
+MAX_COUNTS = 32_768  # kinds: linked sites name their tenants as they like
 
-# KEYS: the counts. ARGV: a kind, its count since the start of its process, seconds to remember.
-# Returns how many of them are not in the log yet.
+# KEYS: the counts. ARGV: a kind, its count since the start of its process, seconds to remember, the
+# most kinds. Returns how many of them are not in the log yet. A hash that is full starts again: of
+# running processes, what comes next is listed with all before.
 CLAIM_LUA = """
 local more = tonumber(ARGV[2]) - tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or '0')
 if more <= 0 then return 0 end
+if redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[4]) then redis.call('DEL', KEYS[1]) end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('EXPIRE', KEYS[1], ARGV[3])
 return more
@@ -40,10 +43,13 @@ Kind = tuple[str, int, str, str, str]  # process, epoch, check, tenant, region
 
 
 class RefusalAudit:
-    def __init__(self, store: Store, clock: Clock, process_id: str = "") -> None:
+    def __init__(
+        self, store: Store, clock: Clock, process_id: str = "", *, max_counts: int = MAX_COUNTS
+    ) -> None:
         self._store = store
         self._clock = clock
         self._process_id = process_id
+        self._max_counts = max_counts
         self._increases = RefusalIncreases()
         self._own: Counter[tuple[str, str, str]] = Counter()  # tenant, what, code
         self._pending: dict[Kind, tuple[int, str]] = {}  # the count, and the process's region
@@ -86,7 +92,8 @@ class RefusalAudit:
         for kind, (count, own_region) in list(self._pending.items()):
             process_id, epoch, check, tenant_id, region = kind
             name = "|".join((process_id, str(epoch), check, tenant_id, region))
-            more = await self._store.evaluate(CLAIM_LUA, [COUNTS], [name, count, COUNTS_S])
+            claim: list[str | int] = [name, count, COUNTS_S, self._max_counts]
+            more = await self._store.evaluate(CLAIM_LUA, [COUNTS], claim)
             if more:
                 await self._record(process_id, check, tenant_id, region, own_region, int(more))
             if self._pending.get(kind) == (count, own_region):

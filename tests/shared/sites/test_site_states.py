@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shared.allowance import Allowance
-from shared.errors import Overloaded, SenderMismatch
+from shared.errors import OutsideRegions, Overloaded, SenderMismatch
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import (
     AbortRequest,
@@ -22,6 +22,7 @@ from shared.messages import (
     WorkerLoad,
     WorkerRole,
 )
+from shared.regions.region_check import RegionCheck
 from shared.sites.site_states import ModelState, models_id, models_of_sites, site_models
 from shared.sites.site_workers import (
     CHANGES_S,
@@ -212,6 +213,22 @@ def test_a_site_speaks_only_for_itself() -> None:
     own = msgspec.structs.replace(request, gateway_id="b/gw")
     checked(StartDecode(placement_id=b"p" * 16, request=own), start)
     checked(AbortRequest(placement_id=b"p" * 16, reason="stop"), start.replace("start", "control"))
+
+
+def test_refused_data_of_a_site_is_that_of_its_tenant() -> None:
+    """This site may have a tenant of the same name."""
+    regions, refused = RegionCheck(), list[str]()
+    regions.on_refused = refused.append
+    request = msgspec.structs.replace(
+        submit_of("r", tenant_id="acme").request, gateway_id="b/gw", region_class="eu"
+    )
+    message = StartDecode(placement_id=b"p" * 16, request=request)
+    decode = SenderCheck(regions=regions).checked(
+        lambda _: message, "hearth.v1.linked.b.decode.gw.-.start.sch.-"
+    )
+    with pytest.raises(OutsideRegions, match="came on a subject of ''"):
+        decode(b"")
+    assert refused == ["b/acme"]
 
 
 def test_counters_of_a_state_without_any_are_those_before() -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from services.gateway.tenancy.refusal_audit import RefusalAudit
+from services.gateway.tenancy.refusal_audit import COUNTS, RefusalAudit
 from shared.clock import MonotonicClock
 from shared.messages import Heartbeat
 from shared.store import RedisStore
@@ -80,3 +80,14 @@ async def test_a_refusal_waits_for_redis(store: RedisStore) -> None:
     assert await lines(store) == []
     await gateway.flush()
     assert await lines(store) == [("acme", 1)]
+
+
+async def test_redis_remembers_so_many_kinds(store: RedisStore) -> None:
+    """A linked site may name a new tenant in each request that is refused."""
+    gateway, refusals = RefusalAudit(store, MonotonicClock(), max_counts=4), Refusals("us")
+    for number in range(10):
+        refusals.count("decode", f"b/tenant-{number}", "us")
+        gateway.observe(heartbeat(refusals))
+        await gateway.flush()
+    assert len(await store.hash_get(COUNTS)) <= 4
+    assert await lines(store) == [(f"b/tenant-{number}", 1) for number in range(10)]
