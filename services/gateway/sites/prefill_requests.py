@@ -12,6 +12,7 @@ from services.gateway.sites.site_requests import (
     MAX_NAME,
     check_names,
     is_restricted,
+    num_tokens_of,
     tenant_here,
 )
 from shared.block_hash import extend_packed, root_hash
@@ -22,10 +23,6 @@ from shared.sites.kv_targets import Network, check_networks, check_targets_of_si
 from shared.subjects import at_site, is_at_site, site_in
 
 MAX_LEASE_S = 10.0
-
-
-def num_tokens_of(command: RunPrefill) -> int:
-    return len(command.token_ids) // TOKEN_ID_BYTES
 
 
 def check_prefill(command: RunPrefill, networks: Sequence[Network]) -> None:

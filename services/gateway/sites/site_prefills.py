@@ -21,11 +21,13 @@ from services.gateway.sites.prefill_requests import (
     MAX_LEASE_S,
     check_prefill,
     chosen_prefill,
-    num_tokens_of,
     site_prefill,
 )
-from services.gateway.sites.site_requests import checked_regions
-from shared.allowance import Allowance
+from services.gateway.sites.site_requests import (
+    PromptAllowances,
+    checked_regions,
+    num_tokens_of,
+)
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.errors import HearthError, UnknownPlacement, WorkerBusy
@@ -51,7 +53,6 @@ log = structlog.get_logger(__name__)
 
 ACK_S = 0.25  # plus the round trip within this site
 MAX_RELAYS = 64  # of all other sites
-MAX_TOKENS_PER_S = 1_000_000  # of one site: hashing them takes 6% of a core
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class SitePrefills:
         clock: Clock,
         health_monitor: HealthMonitor,
         outbox: Outbox,
+        allowances: PromptAllowances,
         *,
         region_of: Callable[[str], str | None] = lambda site: None,
     ) -> None:
@@ -91,7 +93,7 @@ class SitePrefills:
         self._networks = networks_of(config.kv_networks)
         self._max_deadline_s = config.request_timeout_s
         self._relays: dict[bytes, Relay] = {}
-        self._tokens: dict[str, Allowance] = {}  # by site: those of the configuration
+        self._allowances = allowances
         self._log_limit = LogLimit(clock.now)
 
     @property
@@ -169,10 +171,7 @@ class SitePrefills:
         site, now = site_in(command.decode_worker_id) or "", self._clock.now()
         regions = checked_regions(command, self._health_monitor.refusals, self._region_of(site))
         check_prefill(command, self._networks)
-        if site not in self._tokens:
-            self._tokens[site] = Allowance(MAX_TOKENS_PER_S, 1.0, now)
-        if not self._tokens[site].takes(num_tokens_of(command), now):
-            raise WorkerBusy(f"site {site} sends more than {MAX_TOKENS_PER_S} tokens a second")
+        self._allowances.check(site, num_tokens_of(command), now)
         return regions
 
     def _relayed_tokens(self) -> Counter[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from msgspec import structs
 
+from shared.allowance import Allowance
 from shared.block_hash import extend_packed, root_hash
 from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import Heartbeat, ModelCard, Request, RunPrefill
@@ -17,6 +18,22 @@ from shared.tenancy.residency import regions_of
 
 MAX_NAME = 256
 MAX_CHOICES = 128  # as many as a decode worker takes
+MAX_TOKENS_PER_S = 1_000_000  # of one site: hashing them takes 6% of a core
+
+
+class PromptAllowances:
+    """How many tokens each site may send: they cost this process time, also those of a request that
+    is aborted at once.
+    """
+
+    def __init__(self) -> None:
+        self._by_site: dict[str, Allowance] = {}  # those of the configuration
+
+    def check(self, site: str, num_tokens: int, now: float) -> None:
+        """Raises WorkerBusy if it is too many."""
+        allowed = self._by_site.setdefault(site, Allowance(MAX_TOKENS_PER_S, 1.0, now))
+        if not allowed.takes(num_tokens, now):
+            raise WorkerBusy(f"site {site} sends more than {MAX_TOKENS_PER_S} tokens a second")
 
 
 def narrowed(request: Request, workers: Iterable[Heartbeat], regions: Iterable[str]) -> Request:
@@ -71,6 +88,14 @@ def _check_sizes(request: Request, max_context_tokens: int) -> None:
             raise InvalidRequest("token ids must be complete")
         if len(packed) // TOKEN_ID_BYTES > max_context_tokens:
             raise WorkerBusy(f"no worker of this site has a context for {request.request_id!r}")
+
+
+def num_tokens_of(message: Request | RunPrefill) -> int:
+    """Returns the tokens of the prompt, and of the outputs so far."""
+    if isinstance(message, RunPrefill):
+        return len(message.token_ids) // TOKEN_ID_BYTES
+    outputs = sum(len(each.output_token_ids) for each in message.choices)
+    return (len(message.prompt_token_ids) + outputs) // TOKEN_ID_BYTES
 
 
 def is_restricted(message: Request | RunPrefill) -> bool:

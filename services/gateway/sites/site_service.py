@@ -20,9 +20,11 @@ from services.gateway.sites.prefix_digests import PrefixDigests
 from services.gateway.sites.site_placements import SitePlacements
 from services.gateway.sites.site_prefills import SitePrefills
 from services.gateway.sites.site_requests import (
+    PromptAllowances,
     checked_regions,
     may_retain_class,
     narrowed,
+    num_tokens_of,
     site_request,
     tenant_here,
 )
@@ -106,8 +108,10 @@ class SiteService:
             is_waiting=driver.is_waiting,
         )
         self._outbox = Outbox(bus)
+        self._allowances = PromptAllowances()
         self._prefills = SitePrefills(
-            config, bus, clock, health_monitor, self._outbox, region_of=linked.region_of
+            *(config, bus, clock, health_monitor, self._outbox, self._allowances),
+            region_of=linked.region_of,
         )
         self._background = Background()
         self._heard_at: dict[str, float] = {}  # by gateway of another site with requests here
@@ -227,7 +231,9 @@ class SiteService:
             checked_regions(asked, refusals, self._linked.region_of(site))
             self._check_capacity()
             self._placements.check_room()  # before the prompt is hashed
-            now, request = self._clock.now(), self._request(command)
+            now = self._clock.now()
+            self._allowances.check(site, num_tokens_of(asked), now)
+            request = self._request(command)
             worker_id = worker_at_site(self._name, asked.model, asked.revision, asked.block_size)
             self._heard_at[asked.gateway_id] = now
             computed = partial(self._digests.computed, asked, request)

@@ -6,8 +6,10 @@ import msgspec
 import pytest
 
 from services.gateway.sites.site_placements import SitePlacements
+from services.gateway.sites.site_requests import MAX_TOKENS_PER_S
 from shared.errors import WorkerBusy
 from shared.messages import Choice, StartDecode, TokenLogprobs
+from shared.packing import pack_token_ids
 from tests.services.scheduler.literals import submit_of
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.clock import run
@@ -56,5 +58,28 @@ def test_a_gateway_with_enough_of_other_sites_hashes_no_prompt(
         with pytest.raises(WorkerBusy, match="as many requests of other sites"):
             sites._start_decode(command)
         assert hashed == []
+
+    run(test())
+
+
+def test_site_may_send_so_many_tokens_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs time of this process, also of a request that is aborted at once."""
+
+    async def test() -> None:
+        sites = StreamGateway(SimulatedNetwork(), "gw", seed=1, site="b").sites
+        monkeypatch.setattr(sites, "_check_capacity", lambda: None)
+        half = pack_token_ids(range(MAX_TOKENS_PER_S // 2))
+        made = submit_of("r", gateway_id="a/gw").request
+        long = msgspec.structs.replace(made, prompt_token_ids=half)
+        outputs = (Choice(choice_index=0, output_token_ids=half),)
+        continued = msgspec.structs.replace(made, prompt_token_ids=b"", choices=outputs)
+        for request, reason in (
+            (long, "no worker of this site serves"),
+            (continued, "no worker of this site serves"),
+            (made, "site a sends more than 1000000 tokens a second"),
+            (msgspec.structs.replace(made, gateway_id="c/gw"), "no worker of this site serves"),
+        ):
+            with pytest.raises(WorkerBusy, match=reason):
+                sites._start_decode(StartDecode(placement_id=bytes(16), request=request))
 
     run(test())

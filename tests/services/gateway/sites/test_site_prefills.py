@@ -6,7 +6,8 @@ import msgspec
 import pytest
 import structlog
 
-from services.gateway.sites.site_prefills import MAX_TOKENS_PER_S, SitePrefills
+from services.gateway.sites.site_prefills import SitePrefills
+from services.gateway.sites.site_requests import MAX_TOKENS_PER_S, PromptAllowances
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, NoResponders, OutsideRegions, WorkerBusy
 from shared.lifecycle.heartbeat import HealthMonitor
@@ -59,7 +60,7 @@ class Rig:
         self.outbox = Outbox(self.gateway)
         self.regions: dict[str, str] = {}  # of the sites that have been heard
         self.prefills = SitePrefills(
-            *(config, self.gateway, self.clock, self.monitor, self.outbox),
+            *(config, self.gateway, self.clock, self.monitor, self.outbox, PromptAllowances()),
             region_of=self.regions.get,
         )
         self.at_worker: list[Message] = []
