@@ -43,6 +43,7 @@ def _open(parts: DialectParts) -> OpenDialect:
         store,
         health_monitor=parts.health_monitor,
         models=models,
+        names=parts.models.names,
         reader_of=reader_of,
         wall_clock=parts.wall_clock,
         max_all_bytes=lambda: memory.max_prefix_bytes,

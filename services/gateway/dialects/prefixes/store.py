@@ -17,6 +17,7 @@ from services.gateway.dialects.prefixes.bodies import (
 )
 from services.gateway.dialects.prefixes.errors import UnknownPrefix
 from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer
+from services.gateway.models.model_names import ModelNames
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel
 from services.gateway.tenancy.errors import PermissionDenied
@@ -61,6 +62,7 @@ class PrefixStore:
         *,
         health_monitor: HealthMonitor,
         models: ServedModels,
+        names: ModelNames,
         reader_of: Callable[[ServedModel], PrefixTokenizer],
         wall_clock: Callable[[], float],
         max_all_bytes: Callable[[], int],
@@ -85,6 +87,7 @@ class PrefixStore:
         self._store = store
         self._fleet = health_monitor.fleet
         self._models = models
+        self._names = names
         self._reader_of = reader_of
         self._wall_clock = wall_clock
 
@@ -111,9 +114,7 @@ class PrefixStore:
                 "starts with a letter or digit",
                 param="name",
             )
-        named = body.model or self._models.default_name
-        self._models.check(tenant, named)
-        model = await self._models.main(named)
+        model = await self._names.main(tenant, body.model or None)
         card = model.card
         await self._check_room(tenant.tenant_id, name)
         now = int(self._wall_clock())

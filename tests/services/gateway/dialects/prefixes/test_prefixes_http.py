@@ -28,6 +28,7 @@ from shared.packing import unpack_hashes, unpack_token_ids
 from shared.store import RedisStore
 from shared.subjects import KV_INDEX_GROUP, MATCH
 from shared.tenancy import audit, pinned_prefix
+from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from shared.tenancy.pinned_prefix import MAX_PER_TENANT, PinnedPrefix
 from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
@@ -132,6 +133,17 @@ async def test_prefix_tokens_start_every_prompt_with_its_system(
     hashes = extend_chain(root_hash("tenant-1", "r1", key=ROOT_KEY), token_ids, 16)
     assert unpack_hashes(request.block_hashes)[: len(hashes)] == hashes
     assert (info["name"], info["model"], info["is_public"]) == ("house", "tiny", False)
+
+
+async def test_model_of_a_prefix_is_known_by_its_alias(cluster: Cluster, store: RedisStore) -> None:
+    """Then the prefix is refused for its length."""
+    aliases = ModelAliasAdmin(store, lambda: 1.0)
+    await aliases.put("of-the-house", "tiny")
+    cluster.gateway._models.aliases._known.clear()
+    given = {"system": SYSTEM * 40, "model": "of-the-house"}
+    response = await cluster.http.put(f"{PREFIXES}/house", json=given)
+    await aliases.remove("of-the-house")
+    check_envelope(response, 400, "context_length_exceeded", "messages")
 
 
 async def test_prefix_is_listed_read_replaced_and_deleted(
