@@ -176,7 +176,8 @@ class RedisStore:
         self._scripts: dict[str, AsyncScript] = {}
         longest_s = max(ABANDONED_S, timeout_s or 0.0)
         self._redis = redis_client(
-            *(url, tls),
+            url,
+            tls,
             socket_timeout=longest_s,
             socket_connect_timeout=longest_s,
             retry=None,

@@ -52,7 +52,11 @@ async def measure(rows: Sequence[str]) -> list[Bar]:
 async def _measure(url: str, keys: list[str], gateway: psutil.Process) -> list[Bar]:
     idle = gateway.memory_info().rss
     clients = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.adversity.slow_clients", url, *keys),
+        sys.executable,
+        "-m",
+        "benchmarks.adversity.slow_clients",
+        url,
+        *keys,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,

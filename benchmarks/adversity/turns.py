@@ -117,7 +117,13 @@ async def attacker(
     """Inherits the cores of this process."""
     more = () if num_connections is None else (str(num_connections),)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.adversity.attacker", kind, url, api_key, *more),
+        sys.executable,
+        "-m",
+        "benchmarks.adversity.attacker",
+        kind,
+        url,
+        api_key,
+        *more,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,

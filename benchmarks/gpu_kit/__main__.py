@@ -171,8 +171,12 @@ class Kit:
         are compiled before it, by all processors: fewer parts have time to run.
         """
         carried = Part(
-            *("carried", CARRIED_S, "kernels compiled elsewhere", f"{HERE}.compiled.carried"),
-            *((), (str(self.pack),)),  # needs Triton only where kernels were carried
+            "carried",
+            CARRIED_S,
+            "kernels compiled elsewhere",
+            f"{HERE}.compiled.carried",
+            (),
+            (str(self.pack),),  # needs Triton only where kernels were carried
         )
         status, reason = self._process(carried, "dry" if self.is_dry else "device").run(CARRIED_S)
         rows = [row for row in read_rows(self.outputs.rows) if row["case"] == "carried kernels"]

@@ -270,7 +270,8 @@ async def measure(python: Path) -> None:
         at_most(
             "200 workers and 500 streams: a tab's CPU of the gateway",
             busy["gateway_cpu_with_tab"] - busy["gateway_cpu_without_tab"],
-            *(0.05, "cores"),
+            0.05,
+            "cores",
         ),
         at_most(
             "200 workers and 500 streams: longest task of a tab", busy["longest_task_ms"], 50, "ms"

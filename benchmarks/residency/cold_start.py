@@ -91,7 +91,11 @@ class Site:
     async def first_token_s(self) -> float:
         began = self._clock.now()
         reply = await stream_chat(
-            *(self._client, self._cluster.model_name, QUESTION, self._clock, lambda _: None),
+            self._client,
+            self._cluster.model_name,
+            QUESTION,
+            self._clock,
+            lambda _: None,
             max_tokens=1,
         )
         assert reply.ttft_s <= self._clock.now() - began

@@ -121,7 +121,11 @@ async def measure(model_dir: Path, num_requests: int) -> list[Row]:
     clock, randomness = MonotonicClock(), SystemRandomness()
     config = GatewayConfig(nats_url="nats://n", process_id="g", redis_url="redis://r")
     preparer = Preparer.of(
-        *(config, pool, lambda: 0, clock, randomness),
+        config,
+        pool,
+        lambda: 0,
+        clock,
+        randomness,
         max_payload_bytes=lambda: PAYLOAD_BYTES,
         budget=BodyBudget(),
     )

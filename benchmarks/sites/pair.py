@@ -65,8 +65,10 @@ def run(scale: float) -> tuple[list[Row], list[Bar]]:
     return rows, [
         at_least("share prefilled at home, below its capacity", linked[0]["at_home"], 0.95, ""),
         at_most(
-            *("TTFT p50 over home alone, below its capacity", slower_ms),
-            *(max(5.0, 0.05 * alone[0]["ttft_p50_ms"]), "ms"),
+            "TTFT p50 over home alone, below its capacity",
+            slower_ms,
+            max(5.0, 0.05 * alone[0]["ttft_p50_ms"]),
+            "ms",
         ),
         at_least(
             "goodput at twice home's capacity, to home alone", _ratio(linked, alone), 1.6, "x"
@@ -156,10 +158,11 @@ class _Site:
     async def start(self) -> None:
         if self.has_services:
             self.gateway = StreamGateway(
-                *(self.network, f"gateway-{self.name}"), seed=1, site=self.link
+                self.network, f"gateway-{self.name}", seed=1, site=self.link
             )
             scheduler = SimulatedScheduler(
-                *(self.network, f"scheduler-{self.name}"),
+                self.network,
+                f"scheduler-{self.name}",
                 seed=2,
                 max_queued_requests=self.max_queued,
                 site=self.link,
@@ -170,7 +173,10 @@ class _Site:
         for role, count in roles:
             for number in range(count):
                 worker = SimulatedWorker(
-                    *(self.network, self.plane, f"{role}-{self.name}-{number}", (role,)),
+                    self.network,
+                    self.plane,
+                    f"{role}-{self.name}-{number}",
+                    (role,),
                     num_blocks=4096,
                     max_batch_tokens=2048,
                     max_sequences=64,

@@ -59,7 +59,10 @@ def run(scale: float) -> tuple[list[Row], list[Bar]]:
     rows = [_row(world, "linked")]
     return rows, [
         at_most(
-            *("time of a decision", rows[0]["decision_us"], MAX_DECISION_US, "us"),
+            "time of a decision",
+            rows[0]["decision_us"],
+            MAX_DECISION_US,
+            "us",
         ),
         at_least("requests that ended", float(rows[0]["ended"]), float(world.num_requests), ""),
     ]

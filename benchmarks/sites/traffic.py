@@ -95,7 +95,8 @@ class _Site:
         credentials = [f"{self._random.getrandbits(48):012x}" for _ in range(4)]
         self.gateways = [
             StreamGateway(
-                *(network, f"gateway.{each}"),
+                network,
+                f"gateway.{each}",
                 seed=number,
                 site=name,
                 region=region_of(number),
@@ -104,7 +105,7 @@ class _Site:
         ]
         self.schedulers = [
             SimulatedScheduler(
-                *(network, f"scheduler.{each}"), seed=number, max_queued_requests=100, site=name
+                network, f"scheduler.{each}", seed=number, max_queued_requests=100, site=name
             )
             for each in credentials[-NUM_SCHEDULERS:]
         ]

@@ -288,7 +288,9 @@ class VirtualSite:
         self, needs: RequestSize, workers: ModelWorkers, now: float, tried: set[str]
     ) -> Target | None:
         return place(
-            *(needs, workers, {}),
+            needs,
+            workers,
+            {},
             local_prefill=LOCAL_PREFILL,
             now=now,
             random_below=self._random_below,

@@ -55,7 +55,7 @@ def tracing(endpoint: str, share: float | None) -> Iterator[None]:
 @asynccontextmanager
 async def collector() -> AsyncIterator[str]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.telemetry.collector"), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "benchmarks.telemetry.collector", stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     try:

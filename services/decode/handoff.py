@@ -95,7 +95,10 @@ class Handoff:
             if receipt.is_complete:
                 pushed = receipt.num_held_tokens - num_cached
                 return HandoffResult(
-                    *(receipt.num_held_tokens, worker_id, pushed, receipt.num_cached_tokens),
+                    receipt.num_held_tokens,
+                    worker_id,
+                    pushed,
+                    receipt.num_cached_tokens,
                     partial_pushes=tuple(partial),
                 )
             before, num_held = num_held, self._full_blocks(receipt.num_held_tokens)

@@ -282,7 +282,9 @@ class DecodeService:
     def _resend(self, command: ResendTokens) -> TokenBatch:
         placement = self._placements.get(command.placement_id)
         entry = self._output_buffer.resend(
-            *(command.placement_id, command.choice_index, command.from_position),
+            command.placement_id,
+            command.choice_index,
+            command.from_position,
             region_class=command.region_class,
             is_waiting=placement is not None and placement.is_waiting,
         )

@@ -100,14 +100,19 @@ class GatewayService:
             num_free=lambda: self.capacity.num_free,
         )
         self._places = Places(
-            *(config.process_id, config.site, config.region),
+            config.process_id,
+            config.site,
+            config.region,
             lambda site: "" if linked is None else linked.region_of(site) or "",
         )
         self.telemetry = self._request_telemetry()
         self.receipts = Receipts(config, self._places, clock, wall_clock, randomness)
         self.site_receipts = SiteReceipts(
-            *(self.receipts, self.telemetry.request_id_of, self.tenancy.record_of),
-            *(bus, self._health_monitor),
+            self.receipts,
+            self.telemetry.request_id_of,
+            self.tenancy.record_of,
+            bus,
+            self._health_monitor,
         )
         budget = BodyBudget()
         self.preparer = self._new_preparer(pools, budget)
@@ -266,7 +271,11 @@ class GatewayService:
             linked,
             check_capacity=self.capacity.check,
             tenants=SiteTenants(
-                *(self._config, self._bus, self._clock, self.tenancy, self._health_monitor),
+                self._config,
+                self._bus,
+                self._clock,
+                self.tenancy,
+                self._health_monitor,
                 wall_clock=self._wall_clock,
             ),
         )
@@ -326,7 +335,8 @@ class GatewayService:
         self._background.start_own(self.receipts.run())
         self._background.start_own(self.tenancy.refusal_audit.run())
         changed = self.tenancy.watch_regions(
-            *(self._driver.change_regions, self.receipts.change_regions),
+            self._driver.change_regions,
+            self.receipts.change_regions,
             forget=self._models.checks.forget,
         )
         self._background.start_own(changed)

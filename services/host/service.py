@@ -126,7 +126,8 @@ class HostService:
     async def start(self) -> None:
         await self.health_monitor.start()
         await self._bus.serve(
-            *(host_models(self._bus.process_id), WakeModel | ParkModel | DrainWorker),
+            host_models(self._bus.process_id),
+            WakeModel | ParkModel | DrainWorker,
             self._on_command,
         )
         await self._workers.start(has_template="cpu" in self.states.devices)
@@ -441,7 +442,11 @@ async def build_host(config: HostConfig) -> HostService:
     clock = MonotonicClock()
     store = RedisStore(config.redis_url, clock, timeout_s=STORE_TIMEOUT_S, tls=redis_tls_of(config))
     return HostService(
-        *(config, bus, store, clock, SystemRandomness()),
+        config,
+        bus,
+        store,
+        clock,
+        SystemRandomness(),
         budgets=budgets,
         offload_bytes=offload_bytes,
         records=records,

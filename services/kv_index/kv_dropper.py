@@ -191,7 +191,10 @@ class KvDropper:
             command = DropTenantKv(tenant_ids=some, unretained_s=unretained_s)
             try:
                 reply = await self._requests.request(
-                    *(worker_id, tenant_kv(worker.roles[0], worker_id), command, TenantKvDropped),
+                    worker_id,
+                    tenant_kv(worker.roles[0], worker_id),
+                    command,
+                    TenantKvDropped,
                     base_s=DROP_TIMEOUT_S,
                 )
             except HearthError as error:  # the next round retries

@@ -166,7 +166,10 @@ class KvIndexService:
         block_hashes = unpack_hashes(message.block_hashes)
         self._num_matches += 1
         reply = self.indexes.match(
-            *(message.region_class, block_hashes, message.model, message.revision),
+            message.region_class,
+            block_hashes,
+            message.model,
+            message.revision,
             num_public=message.num_public_blocks,
         )
         if reply.matches and message.is_counted:
@@ -202,7 +205,10 @@ class KvIndexService:
         worker_id, index = heartbeat.process_id, self.indexes.of(region_class)
         known = index.state_of(worker_id) is not None
         if index.add_worker(
-            *(worker_id, card.name, card.revision, card.kv_format),
+            worker_id,
+            card.name,
+            card.revision,
+            card.kv_format,
             reaches=card.kv_reaches,
             block_size=card.block_size,
         ):

@@ -37,7 +37,7 @@ async def downloaded(model: Path) -> Path:
     environ = child_environ(os.environ, names=NETWORK_NAMES, prefixes=("HF_", "HUGGING"))
     try:
         status, output = await run_module(
-            *(MODULE, str(model)), environ={**environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+            MODULE, str(model), environ={**environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         )
     except OSError as error:
         raise ConfigError(f"cannot start a download: {error.strerror}") from None

@@ -34,7 +34,7 @@ async def use_compiled_loops() -> None:
 async def _fill_cache() -> int:
     """Returns the exit status of the child."""
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", cost_kernel.FILL_CACHE), env=engine_environ(os.environ)
+        sys.executable, "-c", cost_kernel.FILL_CACHE, env=engine_environ(os.environ)
     )
     try:
         return await child.wait()

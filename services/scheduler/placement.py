@@ -180,7 +180,7 @@ class Decision:
         if not len(self._decodes):
             return None
         cost, is_remote, first, num_equal = costs_of_decodes(
-            *(self._decode_side, self._prefill_side, self._terms, self._decodes.rows_of(excluded))
+            self._decode_side, self._prefill_side, self._terms, self._decodes.rows_of(excluded)
         )
         if cost[first] == np.inf:
             return None
@@ -256,7 +256,11 @@ class Decision:
             self._random_below(len(self._prefills)),
         )
         rows, _ = nearest_prefills(
-            *(self._prefill_side, self._terms, format_code, num_uncached, turn),
+            self._prefill_side,
+            self._terms,
+            format_code,
+            num_uncached,
+            turn,
             MAX_PREFILL_CANDIDATES + 1 + min(self._prefills.num_at_sites, MAX_SITE_ROWS),
         )
         itself = self._prefills.row_of(self._decodes.ids[row])

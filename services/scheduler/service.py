@@ -128,7 +128,10 @@ class SchedulerService:
         )
         self._candidates = Candidates(self._workers, self._starts)
         self._sites = OtherSites(
-            *(bus, clock, self._workers, self.health_monitor.refusals),
+            bus,
+            clock,
+            self._workers,
+            self.health_monitor.refusals,
             region_of=(lambda _: None) if self._linked is None else self._linked.region_of,
         )
         self._blocked = BlockedQueues()
@@ -143,7 +146,8 @@ class SchedulerService:
             start=self._background.start_item,
         )
         self._unserved = UnservedRequests(
-            *(self._candidates, self._residency),
+            self._candidates,
+            self._residency,
             requeue=self._requeue,
             fail=self._fail,
             cold_start_s=config.cold_start_s,

@@ -202,7 +202,7 @@ async def build_encode_worker(config: EncodeConfig) -> Service:
     clock, randomness = MonotonicClock(), SystemRandomness()
     numbers, roles = HeartbeatNumbers.random(randomness), WorkerRoles(("encode",))
     heartbeats = StartHeartbeats(
-        *(bus, clock, numbers, roles), region=config.region, model=config.served_name
+        bus, clock, numbers, roles, region=config.region, model=config.served_name
     )
     try:
         with bus.expecting_gaps():  # imports hold the event loop up

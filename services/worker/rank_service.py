@@ -47,7 +47,10 @@ def run_rank(config: RankConfig) -> int:
             )
         log.info("ranks_join", worker=config.leader_id, ranks=list(ranks))
         run_host_ranks(
-            *((assigned.host, assigned.port), assigned.key, gethostname(), ranks),
+            (assigned.host, assigned.port),
+            assigned.key,
+            gethostname(),
+            ranks,
             MeshShape(assigned.tp, assigned.pp),
             model_dir=config.model_dir,
             num_threads=config.num_threads,

@@ -181,7 +181,7 @@ async def _connected(config: WorkerConfig, roles: tuple[Role, ...]) -> _Start:
     clock, randomness = MonotonicClock(), SystemRandomness()
     numbers = HeartbeatNumbers.random(randomness)
     heartbeats = StartHeartbeats(
-        *(bus, clock, numbers, worker_roles), region=config.region, model=config.served_name
+        bus, clock, numbers, worker_roles, region=config.region, model=config.served_name
     )
     return _Start(
         config=config,

@@ -205,7 +205,8 @@ class Restore:
             match each:
                 case TenantRemoved():
                     await self._order_drop(
-                        *(each.tenant_id, "removed"),
+                        each.tenant_id,
+                        "removed",
                         created_at=each.created_at,
                         with_usage=each.with_usage,
                     )
@@ -236,7 +237,12 @@ class Restore:
         self.result.added["orders to drop KV"] += 1
         if self._flag:
             await kv_drops.order(
-                *(self._store, tenant_id, reason, self._now, kept_regions, region_class),
+                self._store,
+                tenant_id,
+                reason,
+                self._now,
+                kept_regions,
+                region_class,
                 created_at=created_at,
                 with_usage=with_usage,
             )
@@ -250,7 +256,9 @@ class Restore:
             case StoredDrop(drop=drop):
                 limits = drop.kept_regions, drop.region_class
                 await self._order_drop(
-                    *(drop.tenant_id, drop.reason, *limits),
+                    drop.tenant_id,
+                    drop.reason,
+                    *limits,
                     created_at=drop.created_at,
                     with_usage=drop.with_usage,
                 )

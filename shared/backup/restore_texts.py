@@ -110,7 +110,9 @@ class TextRestore:
         region, _ = _place(record)
         try:
             return await pinned_prefix.save(
-                *(self._store, prefix, self._now),
+                self._store,
+                prefix,
+                self._now,
                 replaces=pinned_prefix.NEW,
                 owner=record,
                 region=region,

@@ -155,7 +155,11 @@ class Dialer:
             probe_s = 0.0 if slots is None else PROBE_S
             async with asyncio.timeout(self._connect_timeout_s + probe_s):
                 link = await self._connect(
-                    *(family, address, target.instance_id, link_key, on_end),
+                    family,
+                    address,
+                    target.instance_id,
+                    link_key,
+                    on_end,
                     slots=slots,
                     refused=refused,
                 )

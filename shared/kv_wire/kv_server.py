@@ -120,7 +120,13 @@ class KvServer:
         listeners = (tcp_listener, unix_listener)
         clock = clock or MonotonicClock()
         return cls(
-            *(address, listeners, directory, codec, clock, link_keys, page_lock),
+            address,
+            listeners,
+            directory,
+            codec,
+            clock,
+            link_keys,
+            page_lock,
             region=region,
             nixl=nixl,
         )
@@ -225,7 +231,11 @@ class KvServer:
         if self._link_keys is not None:
             region = self._link_keys.region_of(hello.key_id) or ""
         return TcpReception(
-            *(self._placements, self._clock, self._codec, ciphers, region),
+            self._placements,
+            self._clock,
+            self._codec,
+            ciphers,
+            region,
             max_frame_bytes=welcome.slot_bytes,
             page_lock=self._page_lock,
         )
@@ -260,7 +270,10 @@ class KvServer:
     ) -> Welcome:
         plan = plan_push(hello.end, self._end, is_local=is_local)
         return Welcome(
-            *(self._address.instance_id, num_slots, max_frame_bytes(hello.end, self._end), codecs),
+            self._address.instance_id,
+            num_slots,
+            max_frame_bytes(hello.end, self._end),
+            codecs,
             region=self._placements.region,
             frame_bytes=plan.frame_bytes,
             end=self._end,
@@ -289,7 +302,12 @@ class KvServer:
         try:
             await send_welcome(sock, welcome, fd)
             return SharedMemoryReception(
-                *(self._placements, self._clock, fd, NUM_SLOTS, slot_bytes, self._page_lock),
+                self._placements,
+                self._clock,
+                fd,
+                NUM_SLOTS,
+                slot_bytes,
+                self._page_lock,
                 peer_region=hello.region,
             )
         finally:

@@ -213,7 +213,11 @@ class PixelHolder:
             with _logged(command):
                 pixels = await stored.read()
                 self.put(
-                    *(push_id, command.tenant_id, command.image_hash, pixels, command.shape),
+                    push_id,
+                    command.tenant_id,
+                    command.image_hash,
+                    pixels,
+                    command.shape,
                     regions=stored.regions,
                 )
                 await self._push(command, self._images[command.tenant_id, command.image_hash])

@@ -148,7 +148,10 @@ class LinkedSites:
         gateway_id = state.gateway_id
         try:
             models = await self._monitor.requests.request(
-                *(gateway_id, read_site_models(gateway_id), ReadSiteModels(), SiteModels),
+                gateway_id,
+                read_site_models(gateway_id),
+                ReadSiteModels(),
+                SiteModels,
                 base_s=READ_TIMEOUT_S,
             )
         except HearthError as error:

@@ -89,7 +89,8 @@ class LibraryLogs(logging.Handler):
                 record.levelno // 10 * 10, logging.CRITICAL
             )  # some have levels of their own
             structlog.get_logger().log(
-                *(level, "library_message"),
+                level,
+                "library_message",
                 library=record.name,
                 message=message,
                 exc_info=record.exc_info,

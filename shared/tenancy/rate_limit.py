@@ -107,7 +107,10 @@ class RateLimitCounter:
 
     def _lease(self, command: LimitCommand, step: LeaseStep, now: float) -> LeaseState:
         return self._shares.apply(
-            *(command.holder, step, command.limits, self._used),
+            command.holder,
+            step,
+            command.limits,
+            self._used,
             num_open=len(self._leases),
             now=now,
             lease_s=command.lease_s,

@@ -247,7 +247,10 @@ class TenantAdmin:
             await pinned_prefix.delete_all(self._store, tenant_id)
         if not has_all:
             await kv_drops.order(
-                *(self._store, tenant_id, "regions", self._now()),
+                self._store,
+                tenant_id,
+                "regions",
+                self._now(),
                 kept_regions=regions,
                 region_class=after.region_class,
             )

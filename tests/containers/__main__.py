@@ -70,8 +70,16 @@ def run(folder: Path, *, is_rebuilt: bool) -> None:
         user = "0" if engine.is_podman else str(os.getuid())
         with step("secrets"):
             engine.run(
-                *("run", "--rm", "--user", user, "--volume", f"{folder}:/here", IMAGE),
-                *("credential", "--folder", "/here/secrets"),
+                "run",
+                "--rm",
+                "--user",
+                user,
+                "--volume",
+                f"{folder}:/here",
+                IMAGE,
+                "credential",
+                "--folder",
+                "/here/secrets",
             )
         with step("a snapshot of the hub's cache, whose files are links"):
             checks.check_snapshot(engine, IMAGE, folder)

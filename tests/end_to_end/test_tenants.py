@@ -318,7 +318,7 @@ def dump(server: redis.Redis) -> bytes:
 
 def test_zero_retention_tenant_data_is_not_stored(site: Site) -> None:
     key = site.hearth(
-        *("tenant", "add", "forgetful", "--zero-retention", "--output-tokens-per-min", "100000")
+        "tenant", "add", "forgetful", "--zero-retention", "--output-tokens-per-min", "100000"
     )
     statuses: list[int] = []
 

@@ -260,7 +260,12 @@ def _launch_latent_attention(num_heads: int, cache_dtype: torch.dtype = BF16) ->
     query, latent, angles = _empty(300, num_heads, 576), _empty(300, 576), _empty(300, 32)
     angles, slots = angles.float(), _empty(300, dtype=torch.int64)
     rotate_and_store_latent(
-        *(query[..., 512:], latent, angles, angles, cache, slots),
+        query[..., 512:],
+        latent,
+        angles,
+        angles,
+        cache,
+        slots,
         norm=_empty(512),
         eps=1e-6,
         kv_scales=scales,

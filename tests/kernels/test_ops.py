@@ -186,7 +186,11 @@ def test_rotate_and_store_with_norms(ops: Ops, has_unit_offset: bool, dtype: tor
     cache = torch.zeros((2, 9, 2, 8, 16), dtype=dtype)
     expected, slots = cache.clone(), torch.arange(70)
     query = ops.rotate_and_store(
-        *(heads, angles.cos(), angles.sin(), cache, slots.int()),
+        heads,
+        angles.cos(),
+        angles.sin(),
+        cache,
+        slots.int(),
         query_norm=query_norm,
         key_norm=key_norm,
         eps=1e-6,
@@ -358,13 +362,17 @@ def _check_attention(
     for index in range(4):
         rows = slice(starts[index], starts[index + 1])
         expected = _naive(
-            *(query[rows], cache, tables[index], context_lens[index]), reach=reach, **options
+            query[rows], cache, tables[index], context_lens[index], reach=reach, **options
         )
         _near(out[rows], expected)
         lens = torch.arange(context_lens[index] - query_lens[index], context_lens[index]) + 1
         lower = lower_of(reach, [1] * len(lens), lens.tolist(), query.device)
         single = ops.decode_attention(
-            *(query[rows], cache, tables[index].expand(len(lens), -1), lens, dim**-0.5),
+            query[rows],
+            cache,
+            tables[index].expand(len(lens), -1),
+            lens,
+            dim**-0.5,
             **options,
             lower=lower,
         )

@@ -148,7 +148,7 @@ def _decode(
     return RowOp(
         ("decode_attention",),
         lambda rows: launch(
-            *(query[rows].clone(), cache, tables[rows], lens[rows].clone(), scale), **options
+            query[rows].clone(), cache, tables[rows], lens[rows].clone(), scale, **options
         ),
     )
 

@@ -77,7 +77,9 @@ def product(session: Session, a: Tensor, b: Tensor, tile: Tile) -> tuple[Tensor,
     out = session.empty(SIZE, SIZE, dtype=torch.float32)
     first, second = (b, a) if tile.is_swapped else (a, b)
     compiled = _product_kernel[(SIZE // tile.rows, SIZE // tile.columns)](
-        *(first, second, out),
+        first,
+        second,
+        out,
         SIZE=SIZE,
         WIDTH=WIDTH,
         BLOCK_M=tile.rows,

@@ -54,7 +54,7 @@ def memory_check(meminfo: str, cgroup_limit: str) -> Check:
         limit = int(cgroup_limit)
         free, text = min(free, limit), f"{text}, limit of this container {limit / GIB:.1f} GiB"
     return by_limit(
-        *("memory", free, text), warn_below=2 * GIB, fail_below=GIB / 2, advice=MEMORY_ADVICE
+        "memory", free, text, warn_below=2 * GIB, fail_below=GIB / 2, advice=MEMORY_ADVICE
     )
 
 

@@ -53,7 +53,9 @@ def report_checks(report: FleetReport, wall_s: float, *, has_gateway: bool) -> I
         yield _lost_check(row, wall_s)
     if report.gateway_id is None:
         yield Check(
-            *("processes", "warn", "no gateway answers: processes lost before are unknown"),
+            "processes",
+            "warn",
+            "no gateway answers: processes lost before are unknown",
             "Run `hearth status`, and see the log of a gateway.",
         )
         return

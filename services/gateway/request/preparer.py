@@ -193,8 +193,13 @@ class Preparer:
         async with self._preparing(tenant.tenant_id):
             stored = b"" if read is None else await read()
             job = BodyJob(
-                *(kind, body, card.max_context_tokens, tenant.input_tokens_per_min),
-                *(card.vocab_size, stored, named),
+                kind,
+                body,
+                card.max_context_tokens,
+                tenant.input_tokens_per_min,
+                card.vocab_size,
+                stored,
+                named,
                 images=self._images.of_body(model, max_text_bytes),
                 has_pixels=has_pixels,
             )
@@ -220,7 +225,9 @@ class Preparer:
                 variables=prompt.variables,
             )
         (found,) = await self.prompts_with_images(
-            *(model, tenant_id, [prompt]),
+            model,
+            tenant_id,
+            [prompt],
             add_generation_prompt=add_generation_prompt,
             has_pixels=False,
         )
@@ -241,7 +248,9 @@ class Preparer:
         self._images.check(prompts[0], model.text)
         async with self._preparing(tenant_id):
             return await self._images.tokenized(
-                *(prompts, tenant_id, model),
+                prompts,
+                tenant_id,
+                model,
                 add_generation_prompt=add_generation_prompt,
                 has_pixels=has_pixels,
             )

@@ -107,7 +107,7 @@ class PrefixDigests:
         )
         try:
             reply = await self._health_monitor.requests.request(
-                *(MATCH, MATCH, question, PrefixMatches), base_s=MATCH_TIMEOUT_S, unknown_s=0.0
+                MATCH, MATCH, question, PrefixMatches, base_s=MATCH_TIMEOUT_S, unknown_s=0.0
             )
         except HearthError as error:
             log.debug("prefix_index_unavailable", reason=error.code)

@@ -90,7 +90,10 @@ class SitePlacements:
         for choice in request.choices:
             first_position = len(choice.output_token_ids) // TOKEN_ID_BYTES
             placement.outputs[choice.choice_index] = self._buffer.open(
-                *(placement_id, owner, choice.choice_index, first_position),
+                placement_id,
+                owner,
+                choice.choice_index,
+                first_position,
                 region_class=request.region_class,
             )
         self._placements[placement_id] = placement
@@ -121,7 +124,7 @@ class SitePlacements:
         placement = self._placements.get(placement_id)
         is_waiting = placement is not None and self._is_waiting(placement.request_id)
         entry = self._buffer.resend(
-            *(placement_id, choice_index, from_position, region_class), is_waiting=is_waiting
+            placement_id, choice_index, from_position, region_class, is_waiting=is_waiting
         )
         return self._placements[placement_id].worker_id, entry
 

@@ -254,7 +254,10 @@ class SiteService:
         # of a site with many tenants, the further ones share names; their blocks are apart
         name = self._tenants.setdefault(site, SiteTenantNames()).of(tenant_id)
         made = site_request(
-            *(request, command.placement_id, own, self._root_key()),
+            request,
+            command.placement_id,
+            own,
+            self._root_key(),
             weight=self._weights.get(site, 1.0),
             retains_class=name == tenant_id and self._may_retain_class(asked),
         )
@@ -269,7 +272,9 @@ class SiteService:
 
     def _resend(self, command: ResendTokens) -> TokenBatch:
         worker_id, entry = self._placements.resend(
-            *(command.placement_id, command.choice_index, command.from_position),
+            command.placement_id,
+            command.choice_index,
+            command.from_position,
             region_class=command.region_class,
         )
         return TokenBatch(worker_id=worker_id, entries=(entry,), region_class=command.region_class)

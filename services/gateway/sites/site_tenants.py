@@ -82,7 +82,7 @@ class SiteTenants:
         )
         self._usage = UsageReporter(homes, clock, store, gateway_id=name)
         self._withdrawals = SiteWithdrawals(
-            *(homes, clock, store, classes, withdrawal), gateway_id=name, region=config.region
+            homes, clock, store, classes, withdrawal, gateway_id=name, region=config.region
         )
         self._kv_reads = TenantKvReads(homes, bus, clock, health_monitor, gateway_id=name)
 

@@ -119,7 +119,10 @@ class TenantKvReads:
         subject = tenant_kv(worker.roles[0], worker.process_id)
         try:
             return await self._requests.request(
-                *(worker.process_id, subject, CountTenantKv(tenant_id=name), TenantKvCounted),
+                worker.process_id,
+                subject,
+                CountTenantKv(tenant_id=name),
+                TenantKvCounted,
                 base_s=WORKER_TIMEOUT_S,
             )
         except HearthError:

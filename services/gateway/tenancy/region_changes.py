@@ -44,7 +44,9 @@ def changed_regions(
         return ChangedRegions(tenant_id, is_gone=True)
     named = rule.named(record)
     changed = ChangedRegions(
-        *(tenant_id, named.allowed_regions or (), named.region_class),
+        tenant_id,
+        named.allowed_regions or (),
+        named.region_class,
         is_gone=rule.has_no_region(record),
     )
     if reason := rule.refused(record):

@@ -164,7 +164,10 @@ class WorkerProcesses:
         log_file = open_log(log_path)
         try:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", module, *arguments),
+                sys.executable,
+                "-m",
+                module,
+                *arguments,
                 env=self._environ,
                 cwd=self._directory,
                 stdin=PIPE,
@@ -190,7 +193,8 @@ class WorkerProcesses:
         for _ in range(MAX_TEMPLATES):
             try:
                 process = await self._exec(
-                    *("services.host.workers.worker_template", str(self._num_threads)),
+                    "services.host.workers.worker_template",
+                    str(self._num_threads),
                     log_path=self._logs / TEMPLATE_LOG,
                     stdout=PIPE,
                 )

@@ -21,7 +21,10 @@ async def run_module(
     cannot be started.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, *arguments),
+        sys.executable,
+        "-m",
+        module,
+        *arguments,
         stdin=DEVNULL if given is None else PIPE,
         stdout=PIPE,
         env=dict(environ),

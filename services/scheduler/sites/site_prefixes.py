@@ -174,8 +174,13 @@ class SitePrefixes:
             self._of_bit.append(None)
         number = self._free_bits.pop()
         gateway = _DigestSender(
-            *(digest.gateway_id, region_class, name, 1 << number),
-            *(digest.epoch, digest.sequence_number, now),
+            digest.gateway_id,
+            region_class,
+            name,
+            1 << number,
+            digest.epoch,
+            digest.sequence_number,
+            now,
         )
         self._of_bit[number] = site.gateways[digest.gateway_id, region_class] = gateway
         return gateway

@@ -172,7 +172,11 @@ def _fill(model: Decoder, source: OpenedWeights, *, is_compressed: bool) -> str:
     destinations = model.weight_destinations()
     if not IS_INTERPRETED:
         mapped = map_weights(
-            *(model, destinations, source.tensors, source.described, source.revision),
+            model,
+            destinations,
+            source.tensors,
+            source.described,
+            source.revision,
             weights_cache_dir(),
             is_compressed=is_compressed,
         )

@@ -79,7 +79,7 @@ class LocalExecutor:
         device = computer.kv_cache.device
         dtype = str(computer.model.dtype).removeprefix("torch.")
         self.numerics = device_numerics(
-            *(device, dtype, mode, activations), kv_dtype=self.kv_layout.dtype
+            device, dtype, mode, activations, kv_dtype=self.kv_layout.dtype
         )
         self.num_blocks = num_blocks
         self.max_blocks = max_blocks
@@ -89,7 +89,8 @@ class LocalExecutor:
         self.eos_token_ids = config.eos_token_ids
         self.has_head = config.has_head
         self.work = local_work(
-            *(config, self.weights),
+            config,
+            self.weights,
             item_bytes=computer.model.dtype.itemsize,
             kv_dtype=self.kv_layout.dtype,
         )

@@ -99,7 +99,9 @@ class StepComputer(KvCopies):
     ) -> DeviceStepInputs:
         kinds = self._kinds, self.kind_of_layer
         return DeviceStepInputs.build(
-            *(inputs, self._device, *kinds),
+            inputs,
+            self._device,
+            *kinds,
             samples_on_device=samples_on_device,
             last_tokens=self.last_tokens,
             dtype=self.model.dtype,

@@ -141,7 +141,11 @@ class Attention(PagedAttention):
         """x [T, hidden]; kv_cache of this layer [2, num_blocks, num_kv_heads, block_size, D]."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         query = rotate_and_store(
-            *(heads, cos, sin, kv_cache, inputs.slot_mapping),
+            heads,
+            cos,
+            sin,
+            kv_cache,
+            inputs.slot_mapping,
             query_norm=None if self.q_norm is None else self.q_norm.weight,
             key_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=self.norm_eps,

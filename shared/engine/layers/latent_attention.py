@@ -83,7 +83,12 @@ class LatentAttention(PagedAttention):
         unrotated, rotated = query.tensor_split((self.nope_dim,), dim=2)
         query = x.new_empty(*query.shape[:2], latent.shape[1])  # both parts are written into it
         rotate_and_store_latent(
-            *(rotated, latent, cos, sin, kv_cache, inputs.slot_mapping),
+            rotated,
+            latent,
+            cos,
+            sin,
+            kv_cache,
+            inputs.slot_mapping,
             norm=self.kv_a_layernorm.weight,
             eps=self.kv_a_layernorm.eps,
             kv_scales=self.kv_scales,

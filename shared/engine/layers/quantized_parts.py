@@ -57,7 +57,7 @@ def code_part(
             return _awq_part(tensors, num_rows)
         case Mxfp4():
             return packed_part(
-                *(tensors["weight_blocks"], tensors[EXPONENTS], None), width=width, num_bits=4
+                tensors["weight_blocks"], tensors[EXPONENTS], None, width=width, num_bits=4
             )
         case Gptq():
             return _gptq_part(form, tensors, width)

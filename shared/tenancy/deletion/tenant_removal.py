@@ -139,7 +139,10 @@ class TenantRemoval:
 
     async def _order(self, tenant_id: str, created_at: float, *, with_usage: bool) -> KvDrop:
         return await kv_drops.order(
-            *(self._store, tenant_id, "removed", self._now()),
+            self._store,
+            tenant_id,
+            "removed",
+            self._now(),
             created_at=created_at,
             with_usage=with_usage,
         )

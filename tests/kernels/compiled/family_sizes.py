@@ -77,7 +77,9 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3 30B-A3B": (
         "qwen3 moe",
         _sizes(
-            *(2048, 6144, (32, 4, 128)),
+            2048,
+            6144,
+            (32, 4, 128),
             num_experts=128,
             num_experts_per_tok=8,
             moe_intermediate_size=768,
@@ -86,7 +88,9 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.5 Air": (
         "glm4 moe",
         _sizes(
-            *(4096, 10_944, (96, 8, 128)),
+            4096,
+            10_944,
+            (96, 8, 128),
             num_hidden_layers=2,
             n_routed_experts=128,
             num_experts_per_tok=8,
@@ -98,7 +102,9 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 4 Scout": (
         "llama4, experts",
         _sizes(
-            *(5120, 8192, (40, 8, 128)),
+            5120,
+            8192,
+            (40, 8, 128),
             num_hidden_layers=2,
             intermediate_size_mlp=16_384,
             num_local_experts=16,
@@ -107,7 +113,9 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss 20B": (
         "gpt-oss",
         _sizes(
-            *(2880, 2880, (64, 8, 64)),
+            2880,
+            2880,
+            (64, 8, 64),
             num_hidden_layers=2,
             num_local_experts=32,
             num_experts_per_tok=4,

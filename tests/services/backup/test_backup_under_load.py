@@ -57,7 +57,10 @@ class Commands:
 
     async def run(self, *arguments: str, status: int = 0) -> str:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services", *arguments),
+            sys.executable,
+            "-m",
+            "services",
+            *arguments,
             env=self._environ,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -39,7 +39,10 @@ class GrammarCluster(Cluster):
             SimulatedWorker(self.network, plane, "prefill-1", ("prefill",), features=FEATURES)
         ]
         self.decode = SimulatedWorker(
-            *(self.network, plane, "decode-1", ("decode",)),
+            self.network,
+            plane,
+            "decode-1",
+            ("decode",),
             **{"features": FEATURES, "grammars": grammars, **options},
         )
         self.workers = [*self.prefills, self.decode]

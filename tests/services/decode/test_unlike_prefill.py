@@ -45,7 +45,10 @@ def run_with(
         network, plane = SimulatedNetwork(), DataPlane()
         workers = [
             SimulatedWorker(
-                *(network, plane, "prefill-1", ("prefill",)),
+                network,
+                plane,
+                "prefill-1",
+                ("prefill",),
                 mode=mode,
                 variant=prefill_variant,
                 executor_type=prefill_executor,

@@ -166,7 +166,11 @@ class Server:
         self.cache = VectorCache(1 << 20)
         self.unretained = UnretainedTenants(clock)
         self.jobs = ImageJobs(
-            *(self.encoder, self.fetch, self.cache, clock.now, lambda: None),
+            self.encoder,
+            self.fetch,
+            self.cache,
+            clock.now,
+            lambda: None,
             unretained=self.unretained,
         )
         self.service = EncodeService(

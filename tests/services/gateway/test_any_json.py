@@ -45,7 +45,8 @@ async def test_any_json_ends_no_process_and_fails_no_server(
     failed: list[tuple[AnyRequest, int]] = []
     with structlog.testing.capture_logs() as logs:
         requests = http_requests(
-            *(document, _routes(cluster)),
+            document,
+            _routes(cluster),
             **{"model": "tiny", "tenant": "tenant-1", "count": count, "seed": SEED},
             num_hard=num_hard,
         )

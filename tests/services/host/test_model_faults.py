@@ -52,7 +52,11 @@ async def host(tmp_path: Path) -> AsyncIterator[HostService]:
     )
     bus: Any = SimpleNamespace(process_id="host-1", regions=RegionCheck())
     host = HostService(
-        *(config, bus, MemoryStore(), MonotonicClock(), SystemRandomness()),
+        config,
+        bus,
+        MemoryStore(),
+        MonotonicClock(),
+        SystemRandomness(),
         budgets={"cpu": 1 << 30},
         records=Records(tmp_path),
     )

@@ -197,7 +197,7 @@ async def test_exporter_is_not_imported_without_a_collector() -> None:
         "print([name for name in sys.modules if name.startswith(found)])"
     )
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", code), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE
     )
     output, _ = await child.communicate()
     assert (child.returncode, output.strip()) == (0, b"[]")

@@ -121,7 +121,9 @@ def test_the_receiver_refuses_if_the_sender_does_not_check(
         await link.offer(self._placement_id)
 
     found = outcome(
-        *("us", "decode-1", "prefill-1"),
+        "us",
+        "decode-1",
+        "prefill-1",
         before=lambda: monkeypatch.setattr(KvSender, "_open", open_unchecked),
     )
     assert (found.num_pushed_tokens, found.num_frames) == (0, 0)

@@ -97,14 +97,21 @@ class RegionGateway(SimulatedGateway):
         self._region, self._seed = options["region"], options["seed"]
         self._store = ProcessStore(store, self.process)
         tenancy = Tenancy(
-            *(self.config, GatewayStores.of_one(self._store), self._clock, store.now),
+            self.config,
+            GatewayStores.of_one(self._store),
+            self._clock,
+            store.now,
             num_gateways=lambda: 1,
             writer_id=f"{gateway_id}-{self._seed}",
             refusals=self.health_monitor.refusals,
         )
         self._api_keys, self._limits, self._usage = tenancy.api_keys, tenancy.limits, tenancy.usage
         self.sites._over_sites = SiteTenants(
-            *(self.config, self.bus, self._clock, tenancy, self.health_monitor),
+            self.config,
+            self.bus,
+            self._clock,
+            tenancy,
+            self.health_monitor,
             wall_clock=store.now,
         )
         self._num_ended = 0
@@ -143,7 +150,7 @@ class RegionGateway(SimulatedGateway):
         record.begin("submit", client.sent_at)
         outcome = "length" if client.end is None or client.end.error is None else "error"
         output = _Output(
-            *(plan.request_id, len(plan.prompt), client.end, 0, client.num_output_tokens, outcome)
+            plan.request_id, len(plan.prompt), client.end, 0, client.num_output_tokens, outcome
         )
         self._telemetry.ended(record, model, [output])
         self._telemetry.closed(record, model, [output])

@@ -94,7 +94,10 @@ class Day:
         )
         self.workers = {
             name: SimulatedWorker(
-                *(self.network, plane, name, (role,)),
+                self.network,
+                plane,
+                name,
+                (role,),
                 num_blocks=40,
                 copy_s=0.002,
                 executor_type=ReusingExecutor,

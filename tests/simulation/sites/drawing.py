@@ -39,7 +39,11 @@ def sites_plan_of(seed: int) -> SitesPlan:
     dying = random.choice(names) if random.random() < 0.15 else None
     sites = {
         name: _site(
-            *(random, seed, name, cost, tuple(dict.fromkeys((regions[name], *regions.values())))),
+            random,
+            seed,
+            name,
+            cost,
+            tuple(dict.fromkeys((regions[name], *regions.values()))),
             has_workers=has_workers[name],
             is_busy=is_busy[name],
             has_faults=has_process_faults,

@@ -187,7 +187,9 @@ class Fleet:
                 )
             case "kv_index":
                 index = SimulatedIndex(
-                    *(self.network, self.store, process_id),
+                    self.network,
+                    self.store,
+                    process_id,
                     seed=seed,
                     region=self.region,
                     classes=self.classes,

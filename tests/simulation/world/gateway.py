@@ -60,7 +60,8 @@ class SimulatedGateway(StreamGateway):
         classes: RegionClasses = NO_CLASSES,
     ) -> None:
         super().__init__(
-            *(network, gateway_id),
+            network,
+            gateway_id,
             seed=seed,
             on_report=on_report,
             site=site,

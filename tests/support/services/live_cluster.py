@@ -138,7 +138,14 @@ class _Cluster:
                 await asyncio.sleep(0.01)
         relays = self._relays
         return LiveCluster(
-            *(gateway, http, self._executors, relays, scheduler, index, prefill, decode),
+            gateway,
+            http,
+            self._executors,
+            relays,
+            scheduler,
+            index,
+            prefill,
+            decode,
             redis_url=self._redis()["redis_url"],
         )
 

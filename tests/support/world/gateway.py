@@ -50,7 +50,12 @@ class StreamGateway:
             cluster_secret=cluster_secret_of(site),
         )
         self.sites = SiteService(
-            *(config, self.bus, clock, self.health_monitor, self.driver, linked),
+            config,
+            self.bus,
+            clock,
+            self.health_monitor,
+            self.driver,
+            linked,
             check_capacity=self.check_ready,
         )
         self._has_sites = bool(site)

@@ -96,7 +96,9 @@ async def _run(
 ) -> DryRun:
     request, num_tokens = prepared.request, len(prepared.prompt_token_ids)
     found = await prefix_store.held(
-        *(tenant_id, card, request.block_hashes),
+        tenant_id,
+        card,
+        request.block_hashes,
         region_class=request.region_class,
         regions=request.allowed_regions or None,
         num_public_blocks=request.num_public_blocks,

@@ -137,7 +137,9 @@ class PrefixStore:
         latest = self._latest(tenant)
         is_allowed = latest is not None and may_store(latest, self._region)
         if not is_allowed or not await pinned_prefix.save(
-            *(self._store, prefix, now),
+            self._store,
+            prefix,
+            now,
             max_all_bytes=self._max_all_bytes(),
             owner=tenant,
             region=self._region,
@@ -232,7 +234,9 @@ class PrefixStore:
     async def _stored(self, tenant: TenantRecord, prefix: PinnedPrefix, card: ModelCard) -> Prefix:
         hashes = _hashes(prefix, card, self._root_key())
         found = await self.held(
-            *(prefix.tenant_id, card, pack_hashes(hashes)),
+            prefix.tenant_id,
+            card,
+            pack_hashes(hashes),
             region_class="" if prefix.is_public else tenant.region_class,
             regions=None if prefix.is_public else tenant.allowed_regions,
         )

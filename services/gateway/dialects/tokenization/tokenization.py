@@ -97,6 +97,6 @@ class Tokenization:
         if len(data) > MAX_BODY_BYTES and not may_be_larger:
             raise PayloadTooLarge(f"the request body is larger than {MAX_BODY_BYTES} bytes")
         prepared = await self._preparer.prepare_body(
-            *(tenant, model, kind, data), has_pixels=False, max_text_bytes=MAX_BODY_BYTES
+            tenant, model, kind, data, has_pixels=False, max_text_bytes=MAX_BODY_BYTES
         )
         return prepared.body

@@ -51,13 +51,18 @@ class OwnCollector(Collector):
         self.requests = LabelCounts(
             "hearth_requests",
             "Ended requests; outcome: stop, length, tool_calls, or an error code.",
-            *("model", "dialect", "outcome", "tenant"),
+            "model",
+            "dialect",
+            "outcome",
+            "tenant",
         )
         self.tokens = LabelCounts(
             "hearth_tokens",
             "Tokens of ended requests: prompt, cached (part of prompt), output, "
             "reasoning (part of output).",
-            *("model", "kind", "tenant"),
+            "model",
+            "kind",
+            "tenant",
         )
         self.resubmissions = LabelCounts(
             "hearth_resubmissions",
@@ -83,7 +88,9 @@ class OwnCollector(Collector):
         self.site_requests = LabelCounts(
             "hearth_site_requests",
             "Ended requests by the site and the region of their last worker, where it has any.",
-            *("site", "region", "tenant"),
+            "site",
+            "region",
+            "tenant",
         )
         self.histograms: dict[str, ModelHistograms] = {}
         self.num_loaded_models: Callable[[], int] = lambda: 0

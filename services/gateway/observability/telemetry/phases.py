@@ -152,7 +152,11 @@ def _prefill(served: Served | None, worker_id: str) -> list[_Part]:
         _Part("prefill_wait", prefill_id, max(0.0, wait_s - compute_s - push_s)),
         _Part("prefill", prefill_id, compute_s),
         _Part(
-            *("kv_push", prefill_id, push_s, pushed.num_pushed_bytes, served.num_pushed_tokens),
+            "kv_push",
+            prefill_id,
+            push_s,
+            pushed.num_pushed_bytes,
+            served.num_pushed_tokens,
             port=f"{pushed.port} ({pushed.place})" if pushed.port else "",
             num_copies=pushed.num_copies,
             predicted_s=pushed.predicted_s,

@@ -120,7 +120,12 @@ class RequestTelemetry:
         """
         tracing = open_tracing(os.environ, gateway_id, randomness.bytes, clock)
         found = cls(
-            *(gateway_id, clock, wall_clock, tracing, metrics.observe_timeline, region_of),
+            gateway_id,
+            clock,
+            wall_clock,
+            tracing,
+            metrics.observe_timeline,
+            region_of,
             may_export=TraceRegion(trace_region, refusals).may_export,
         )
         if tracing is not None:

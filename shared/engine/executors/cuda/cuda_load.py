@@ -181,7 +181,10 @@ class _CudaLoad:
         given, options = self._given_blocks, self._options
         ceiling = None if given is None else options.kv_ceiling(self._layout, given)
         return empty_model(
-            *(self._model_dir, self._config, self._dtype, on),
+            self._model_dir,
+            self._config,
+            self._dtype,
+            on,
             num_positions=options.context_tokens(self._config, ceiling),
             weights_on=weights_on,
         )
@@ -246,7 +249,8 @@ class _CudaLoad:
 
     def _finish(self, model: Decoder) -> None:
         finish_model(
-            *(model, self._options.mode),
+            model,
+            self._options.mode,
             is_compressed=self._is_compressed,
             activations=self._options.activations,
         )

@@ -32,7 +32,11 @@ class GraphComputer(StepComputer):
         length = max(most_rows, len(CHECKED_LENS))  # a step of more rows would move it
         self.last_tokens = torch.zeros(length, dtype=torch.int64, device=self._device)
         self.graphs = DecodeGraphs(
-            *(device, self._step, self.kv_layout, self._kinds, self.kind_of_layer),
+            device,
+            self._step,
+            self.kv_layout,
+            self._kinds,
+            self.kind_of_layer,
             self.last_tokens,
             self.expert_sums(),
             max_rows=max_rows,

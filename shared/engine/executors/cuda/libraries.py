@@ -62,7 +62,10 @@ def _set_attention(
     model: Decoder, layout: KvLayout, options: LoadOptions, device: torch.device
 ) -> None:
     library = choose_library(
-        *(options.attention, _state(model, layout), options.mode, device),
+        options.attention,
+        _state(model, layout),
+        options.mode,
+        device,
         lambda: CudnnFacts.found(compute_capability(device)),
     )
     for module in model.modules():

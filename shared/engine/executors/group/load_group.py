@@ -101,14 +101,19 @@ def load_group(
         masks=channels.rank_masks,
     )
     spec = group_spec(
-        *("shared.engine.executors.group.rank_work:ModelWork", msgspec.msgpack.encode(setup)),
-        *(shape, channels),
+        "shared.engine.executors.group.rank_work:ModelWork",
+        msgspec.msgpack.encode(setup),
+        shape,
+        channels,
         num_threads=setup.num_threads,
         joined=joined,
     )
     group, parent_thread = start_group(spec, channels, model_dir)
     report_links(
-        *(config, shape, spec.hosts, group.links),
+        config,
+        shape,
+        spec.hosts,
+        group.links,
         dtype=dtype,
         activations=options.activations,
     )

@@ -52,7 +52,9 @@ def run_host_ranks(
 
     inherited = (host.sockets[role].fileno() for role in host.sockets if role[0] in WORK)
     HostRanks(
-        *(host, shape, prepare),
+        host,
+        shape,
+        prepare,
         on_turn=on_turn,
         inherited=tuple(inherited),
         num_threads=threads,

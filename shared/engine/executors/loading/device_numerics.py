@@ -42,7 +42,10 @@ def device_numerics(
     lanes = NUM_LANES if has_lanes else 1
     kernels = "-".join(parts)
     return Numerics(
-        *(mode, name, dtype, kernels),
+        mode,
+        name,
+        dtype,
+        kernels,
         sum_lanes=lanes,
         activations=activations,
         kv_dtype="" if kv_dtype == dtype else kv_dtype,

@@ -73,7 +73,10 @@ def _vision_config(
 ) -> MoonVitConfig:
     """Raises CheckpointError."""
     check_encoder(
-        *(vision.hidden_size, vision.num_attention_heads, vision.hidden_act, _GELU),
+        vision.hidden_size,
+        vision.num_attention_heads,
+        vision.hidden_act,
+        _GELU,
         head_multiple=4,
     )
     rows, columns = vision.merge_kernel_size

@@ -74,7 +74,10 @@ def _vision_config(
     """Raises CheckpointError."""
     check_channels(fields.num_channels)
     check_encoder(
-        *(fields.hidden_size, fields.num_attention_heads, fields.hidden_act, "gelu"),
+        fields.hidden_size,
+        fields.num_attention_heads,
+        fields.hidden_act,
+        "gelu",
         head_multiple=4,
     )
     scale = round(1 / fields.pixel_shuffle_ratio)

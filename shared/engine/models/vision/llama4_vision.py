@@ -44,7 +44,10 @@ class Llama4Encoder(nn.Module):
         self.norm_before = LayerNorm(hidden, config.layer_norm_eps, dtype=dtype)
         self.layers = nn.ModuleList(
             EncoderLayer(
-                *(hidden, config.intermediate_size, config.num_heads, config.layer_norm_eps),
+                hidden,
+                config.intermediate_size,
+                config.num_heads,
+                config.layer_norm_eps,
                 gelu="none",
                 dtype=dtype,
             )

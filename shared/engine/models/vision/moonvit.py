@@ -40,7 +40,7 @@ class MoonVit(nn.Module):
         )
         self.layers = nn.ModuleList(
             EncoderLayer(
-                *(hidden, config.intermediate_size, config.num_heads, EPS), gelu="tanh", dtype=dtype
+                hidden, config.intermediate_size, config.num_heads, EPS, gelu="tanh", dtype=dtype
             )
             for _ in range(config.num_layers)
         )

@@ -33,7 +33,10 @@ class SiglipEncoder(nn.Module):
         self.position_embedding = unset_parameter(config.patches_per_side**2, hidden, dtype=dtype)
         self.layers = nn.ModuleList(
             EncoderLayer(
-                *(hidden, config.intermediate_size, config.num_heads, config.layer_norm_eps),
+                hidden,
+                config.intermediate_size,
+                config.num_heads,
+                config.layer_norm_eps,
                 dtype=dtype,
             )
             for _ in range(config.num_layers)

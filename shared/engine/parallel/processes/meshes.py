@@ -34,13 +34,15 @@ def connect(start: StartRank, transport: str, exchange: Exchange = "fp32") -> Me
             return RankMesh(_between_hosts(start), exchange)
         case "gloo":
             return distributed_mesh(
-                *(start.rendezvous, shape, start.rank), exchange=exchange, limit_s=start.limit_s
+                start.rendezvous, shape, start.rank, exchange=exchange, limit_s=start.limit_s
             )
         case "nccl":
             device = torch.device("cuda", start.rank)
             torch.cuda.set_device(device)
             return distributed_mesh(
-                *(start.rendezvous, shape, start.rank),
+                start.rendezvous,
+                shape,
+                start.rank,
                 exchange=exchange,
                 backend="nccl",
                 device=device,

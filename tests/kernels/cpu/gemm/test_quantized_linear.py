@@ -62,7 +62,7 @@ WEIGHTS: dict[str, Callable[[tuple[int, int], torch.dtype], Weights]] = {
     "int4": lambda shape, dtype: random_int4(*shape, 32, has_zeros=False, dtype=dtype),
     "int4, zeros": lambda shape, dtype: random_int4(*shape, 32, has_zeros=True, dtype=dtype),
     "int4, floats": lambda shape, dtype: random_int4(
-        *(*shape, shape[1]), has_zeros=False, scale_dtype=torch.float32, dtype=dtype
+        *shape, shape[1], has_zeros=False, scale_dtype=torch.float32, dtype=dtype
     ),
     "int4, halves": lambda shape, dtype: random_int4(
         *shape, 32, has_zeros=True, scale_dtype=torch.float16, dtype=dtype
@@ -136,7 +136,8 @@ def test_sums_of_lanes_have_the_bits_of_dense_weights(
     [
         ("int4", {"has_zeros": True, "scales": ODD_SCALES}),
         pytest.param(
-            *("int4", {"has_zeros": False, "scales": (0.0, -0.0, -1.0, 2.0**-99)}),
+            "int4",
+            {"has_zeros": False, "scales": (0.0, -0.0, -1.0, 2.0**-99)},
             marks=pytest.mark.long,
         ),
         ("e4m3", {"scales": (0.0, -0.0, -1.0, 2.0**-99)}),

@@ -122,7 +122,7 @@ def test_blocks_before_the_reach_are_not_read(reach: Window | Chunk, device: tor
     query = _query(full, 4, dtype)
     lower = lower_of(reach, [1] * len(lens), lens, device)
     out, expected = (
-        decode_attention(*(query, each.cache, each.tables, each.context_lens, 0.125), lower=lower)
+        decode_attention(query, each.cache, each.tables, each.context_lens, 0.125, lower=lower)
         for each in (rest, full)
     )
     assert torch.equal(out, expected)
@@ -130,7 +130,7 @@ def test_blocks_before_the_reach_are_not_read(reach: Window | Chunk, device: tor
 
 def test_fp8_cache_with_scales(dtype: torch.dtype, device: torch.device) -> None:
     context = paged(
-        *([63, 200],),
+        [63, 200],
         **{"num_kv_heads": 2, "head_dim": 64, "block_size": 16},
         **{"dtype": torch.float8_e4m3fn, "device": device},
     )
@@ -176,14 +176,22 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks(
 
     scale = head_dim**-0.5
     together = decode_attention(
-        *(query, context.cache, context.tables, context.context_lens, scale),
+        query,
+        context.cache,
+        context.tables,
+        context.context_lens,
+        scale,
         **options,
         lower=lower(1, *lens),
     )
     for seq in (0, 2, len(lens) - 1):
         one = context.rows([seq])
         alone = decode_attention(
-            *(query[seq : seq + 1], one.cache, one.tables, one.context_lens, scale),
+            query[seq : seq + 1],
+            one.cache,
+            one.tables,
+            one.context_lens,
+            scale,
             **options,
             lower=lower(1, lens[seq]),
         )

@@ -120,7 +120,7 @@ def test_blocks_before_the_reach_are_not_read(reach: Window | Chunk, device: tor
     lower = lower_of(reach, query_lens, lens, device)
     out, expected = (
         prefill_attention(
-            *(query, each.cache, each.tables, starts, each.context_lens, 0.125), lower=lower
+            query, each.cache, each.tables, starts, each.context_lens, 0.125, lower=lower
         )
         for each in (rest, full)
     )
@@ -129,7 +129,7 @@ def test_blocks_before_the_reach_are_not_read(reach: Window | Chunk, device: tor
 
 def test_fp8_cache_with_scales(dtype: torch.dtype, device: torch.device) -> None:
     context = paged(
-        *([63, 100],),
+        [63, 100],
         **{"num_kv_heads": 2, "head_dim": 64, "block_size": 16},
         **{"dtype": torch.float8_e4m3fn, "device": device},
     )
@@ -145,9 +145,7 @@ def test_fp8_cache_with_scales(dtype: torch.dtype, device: torch.device) -> None
 
 
 def test_queries_within_a_fused_projection(dtype: torch.dtype, device: torch.device) -> None:
-    context = paged(
-        *([30],), num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, device=device
-    )
+    context = paged([30], num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, device=device)
     query = _query(21, context, 6, dtype)[:, 1:5]
     starts = _starts([21], context.tables)
     rest = (context.cache, context.tables, starts, context.context_lens, 0.125)

@@ -105,7 +105,10 @@ def test_no_cell_is_cut_and_ids_are_whole(width: int) -> None:
     away = ServerView(state="unavailable", for_s=5.0)
     recent = RecentFigures(requests_per_s=1234.5, ttft_p50_s=0.021, ttft_p99_s=12.3456)
     shown = report(
-        *(worker("decode-1"), SHORT, LOST, GATEWAY),
+        worker("decode-1"),
+        SHORT,
+        LOST,
+        GATEWAY,
         redis=away,
         recent=recent,
         rejected=REJECTED,

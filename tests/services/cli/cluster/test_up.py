@@ -457,8 +457,16 @@ def test_children_of_a_killed_up_end_and_external_servers_go_on(
     temporary.mkdir()
     cluster = Up(
         tmp_path,
-        *("--model", str(chat_model), "--role", "both", "--http", "[::1]:0"),
-        *("--redis", redis_server.url, "--nats", f"nats://127.0.0.1:{open_nats.port}"),
+        "--model",
+        str(chat_model),
+        "--role",
+        "both",
+        "--http",
+        "[::1]:0",
+        "--redis",
+        redis_server.url,
+        "--nats",
+        f"nats://127.0.0.1:{open_nats.port}",
         TMPDIR=str(temporary),
     )
     assert cluster.state.url.startswith("http://[::1]:")

@@ -38,8 +38,11 @@ class Site:
         ]
         self.at_site = [
             SiteReceipts(
-                *(held.receipts, {"response": "r"}.get, self._record_of),  # type: ignore[arg-type]
-                *(gateway.bus, gateway.health_monitor),
+                held.receipts,
+                {"response": "r"}.get,
+                self._record_of,  # type: ignore[arg-type]
+                gateway.bus,
+                gateway.health_monitor,
             )
             for held, gateway in zip(self.held, self.gateways, strict=True)
         ]

@@ -43,7 +43,10 @@ class Gateway:
         self.store = ProcessStore(store, self.process)
         self._homes = LinkedHomes(self.bus, self._clock, lambda site: None)
         self.withdrawals = SiteWithdrawals(
-            *(self._homes, self._clock, self.store, CLASSES),
+            self._homes,
+            self._clock,
+            self.store,
+            CLASSES,
             TenantWithdrawal(self.store, store.now),
             gateway_id=at_site(site, name),
             region=REGIONS[site],

@@ -55,7 +55,9 @@ class Rig:
         self._bus = self.networks["a"].bus("gateway-a")
         accounts = HomeAccounts(self.home_store, self.home_store.now, gateway_id="a/gateway-a")
         home = HomeTenants(
-            *(self.home_store, VirtualClock(), accounts),
+            self.home_store,
+            VirtualClock(),
+            accounts,
             site="a",
             gateway_id="a/gateway-a",
             cluster_secret=Secret("secret"),
@@ -79,7 +81,7 @@ class Rig:
         self.copied = CopiedTenants("b")
         withdrawal = TenantWithdrawal(self.store, self.store.now)
         self.reader = TenantCopyReader(
-            *(homes, clock, self.store, self.copied, withdrawal), gateway_id=f"b/{name}"
+            homes, clock, self.store, self.copied, withdrawal, gateway_id=f"b/{name}"
         )
         await self.reader.start()
         await asyncio.sleep(SOON_S)

@@ -89,7 +89,9 @@ def test_match_is_the_longest_resumable_prefix(name: str, seed: int) -> None:
                 block_ids = pool.allocate(len(block_hashes))
                 parent = hashes[first - 1] if first else bytes(16)
                 pool.commit(
-                    *(group, block_ids, block_hashes),
+                    group,
+                    block_ids,
+                    block_hashes,
                     tenant_id="t",
                     parent_hash=parent,
                     first_block_index=first,
@@ -119,7 +121,9 @@ def test_a_quota_counts_the_blocks_of_all_groups() -> None:
     for group in (0, 1):
         block_ids = pool.allocate(4)
         pool.commit(
-            *(group, block_ids, hashes),
+            group,
+            block_ids,
+            hashes,
             tenant_id="t",
             parent_hash=bytes(16),
             first_block_index=0,

@@ -143,7 +143,7 @@ def _moved(inputs: Inputs, *, is_fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
     num_blocks = -(-(num_tokens + FIRST_TOKEN) // sizes.block_size)
     planes = NUM_LAYERS, 2
     cache = inputs.random(
-        *(*planes, num_blocks + 2, sizes.kv_heads, sizes.block_size, sizes.head_dim), dtype=dtype
+        *planes, num_blocks + 2, sizes.kv_heads, sizes.block_size, sizes.head_dim, dtype=dtype
     )
     shape = *planes, num_tokens, sizes.kv_heads, sizes.head_dim
     table = inputs.integers(range(num_blocks, 0, -1), torch.int64)

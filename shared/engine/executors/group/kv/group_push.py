@@ -104,7 +104,11 @@ class GroupPushPort:
         bounds: PushBounds | None = None,
     ) -> GroupPush:
         command = StartPush(
-            *(placement_id, sequence.tenant_id, sequence.num_tokens, first_token, targets),
+            placement_id,
+            sequence.tenant_id,
+            sequence.num_tokens,
+            first_token,
+            targets,
             link_key=link_key,
             bounds=bounds,
             is_zero_retention=sequence.is_zero_retention,

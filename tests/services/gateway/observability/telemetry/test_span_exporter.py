@@ -154,7 +154,7 @@ asyncio.run(main())
 async def test_span_process_ends_with_a_gateway_that_is_killed(receiver: OtlpReceiver) -> None:
     receiver.released.clear()
     gateway = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", GATEWAY), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", GATEWAY, stdout=asyncio.subprocess.PIPE
     )
     assert gateway.stdout is not None
     statistics = Path(f"/proc/{int(await gateway.stdout.readline())}/stat")

@@ -40,7 +40,7 @@ def exported(
     tracing = RecordedTracing(is_sampled=is_sampled)
     rule = TraceRegion(trace_region, refusals)
     telemetry = RequestTelemetry(
-        *("gateway-1", MonotonicClock(), lambda: 0.0, tracing), may_export=rule.may_export
+        "gateway-1", MonotonicClock(), lambda: 0.0, tracing, may_export=rule.may_export
     )
     record = telemetry.begin("r")
     telemetry.assign(record, tenant)

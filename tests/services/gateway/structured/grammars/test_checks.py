@@ -426,7 +426,7 @@ async def test_processes_start_when_others_are_busy(directory: Path, grows: bool
     """One of a large vocabulary takes 0.5 s of CPU and 100 MB."""
     setup = setup_of(directory)
     pool = PreparationPool(
-        *(setup,), num_processes=3, module=CHECK_PROCESS, spare_delay_s=0.0, grows=grows
+        setup, num_processes=3, module=CHECK_PROCESS, spare_delay_s=0.0, grows=grows
     )
 
     async def alive(count: int) -> None:

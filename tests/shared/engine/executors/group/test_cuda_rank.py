@@ -246,11 +246,9 @@ def hang_in_driver(rank: GroupExecutor, loop: EngineLoop) -> None:
     [
         pytest.param(LATE, kill, LEFT_WITHIN_S, id="killed"),
         pytest.param(FAILING, break_device, LEFT_WITHIN_S, id="sticky error"),
+        pytest.param(LATE, freeze, FROZEN_S + LEFT_WITHIN_S, id="frozen", marks=pytest.mark.long),
         pytest.param(
-            *(LATE, freeze, FROZEN_S + LEFT_WITHIN_S), id="frozen", marks=pytest.mark.long
-        ),
-        pytest.param(
-            *(FAILING, hang_in_driver, BUDGET_S + LEFT_WITHIN_S), id="hung", marks=pytest.mark.long
+            FAILING, hang_in_driver, BUDGET_S + LEFT_WITHIN_S, id="hung", marks=pytest.mark.long
         ),
     ],
 )

@@ -334,7 +334,10 @@ signal.pause()
 def test_ranks_die_with_a_killed_leader() -> None:
     leader = subprocess.Popen(
         [sys.executable, "-c", LEADER, ECHO],
-        *(-1, None, None, subprocess.PIPE),
+        -1,
+        None,
+        None,
+        subprocess.PIPE,
         cwd=ROOT,
         text=True,
     )
