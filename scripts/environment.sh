@@ -72,8 +72,13 @@ install_cpu_torch() {
     fail "cannot install $torch: set HEARTH_TORCH_INDEX to an index that has it"
 }
 
-# Installs the project with the extra named by $1, unless its requirements are installed already.
-install_project() {
+# Installs the project with the extra named by $1, unless its requirements are installed already. One
+# script of this clone at a time, where there is flock (not on macOS): the subshell holds the lock.
+install_project() (
+  if command -v flock >/dev/null && [[ -w "$ROOT" ]]; then
+    exec 9>"$VENV.lock"
+    flock 9
+  fi
   local extra="$1" digest stamp constraints=()
   make_venv "$VENV"
   wants_cpu_torch && constraints=(-c "$ROOT/scripts/constraints-cpu.txt")
@@ -85,7 +90,7 @@ install_project() {
   echo "Installing Hearth and its dependencies"
   "$VENV/bin/pip" "${INSTALL[@]}" "${constraints[@]}" -e "${ROOT}[$extra]"
   echo "$digest" >"$stamp"
-}
+)
 
 # Triton 3.6 interprets loops over tensors only with a numpy before 2.4.
 install_oldest_triton() {

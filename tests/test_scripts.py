@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -66,8 +70,12 @@ class Machine:
             record = f'echo "reference {name} $*" >> {self.calls_path}'
             self.add(name, record, self.root / ".venv-gpu" / "bin")
 
-    def run(self, script: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        self.calls_path.write_text("")
+    def run(
+        self, script: str, *arguments: str, is_first: bool = True, **environ: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a script; one that is not the first adds to the recorded calls."""
+        if is_first:
+            self.calls_path.write_text("")
         return subprocess.run(
             [self.root / script, *arguments],
             env={"PATH": str(self.bin), "HOME": os.environ.get("HOME", "/"), **environ},
@@ -181,6 +189,30 @@ def test_failed_installation_is_retried(machine: Machine) -> None:
     machine.add_venv()
     assert machine.run("scripts/up").returncode == 0
     assert any("[servers]" in call for call in machine.calls)
+
+
+def waits_for_lock(path: Path) -> bool:
+    """Whether a `flock` holds this file open: one that has the lock ends at once."""
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (each / "comm").read_text() == "flock\n" and (each / "fd" / "9").readlink() == path:
+                return True
+    return False
+
+
+def test_two_starts_install_once(machine: Machine, tmp_path: Path) -> None:
+    (machine.bin / "flock").symlink_to(shutil.which("flock") or "flock")
+    may_end = tmp_path / "may_end"
+    machine.add_venv(pip=f"until [[ -e {may_end} ]]; do :; done")
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(machine.run, "scripts/up")
+        wait_until(lambda: machine.calls_path.exists() and machine.calls)
+        second = pool.submit(machine.run, "scripts/up", is_first=False)
+        lock = machine.root / ".venv.lock"
+        wait_until(lambda: len(machine.calls) > 1 or waits_for_lock(lock))
+        may_end.touch()
+        assert [each.result().returncode for each in (first, second)] == [0, 0]
+    assert sum("[servers]" in each for each in machine.calls) == 1
 
 
 WARM = "hearth warm"
