@@ -181,11 +181,22 @@ class ImageJobs:
         await self._encoder.close()
 
     def _give_known(self, wanted: WantedImage) -> bool:
-        found = self._users.get(wanted.key)
-        vectors = self._cache.get(wanted.key) if found is None else found.vectors
+        vectors = self._known(wanted.key)
         if vectors is not None:
             self._give(wanted, vectors)
         return vectors is not None
+
+    def _known(self, image: ImageKey) -> bytearray | None:
+        found = self._users.get(image)
+        return self._cache.get(image) if found is None else found.vectors
+
+    def _first(self, image: ImageKey, vectors: bytearray) -> bytearray:
+        """Returns the image's vectors: if another job was first, its own, and zeroes these."""
+        known = self._known(image)
+        if known is None:
+            return vectors
+        _zero(vectors)
+        return known
 
     def _join(self, wanted: WantedImage) -> None:
         key = _job_key(wanted)
@@ -218,6 +229,7 @@ class ImageJobs:
         if not job.waiting:  # they have left meanwhile
             _zero(vectors)
             return
+        vectors = self._first(image, vectors)
         if all(each.is_retained for each in job.waiting):
             self._cache.put(image, vectors)
         for each in job.waiting:
@@ -282,6 +294,7 @@ class ImageJobs:
         for tile in tiles:
             async with self._turns.turn(tenant_id):
                 if not job.waiting:
+                    _zero(vectors)
                     return None
                 vectors += await self._encoded_tile(tile)
         return vectors

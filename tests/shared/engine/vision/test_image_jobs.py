@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from shared.engine.vision.image_jobs import ImageJobs, WantedImage
@@ -91,4 +92,32 @@ async def test_zeroed_vectors_leave_the_cache() -> None:
     for is_retained in (True, False, False):
         assert await jobs.vectors(wanted_image(is_retained=is_retained)) == VECTORS
     assert jobs.cache.num_bytes == 0
+    await jobs.close()
+
+
+@pytest.mark.parametrize("is_retained", [False, True])
+async def test_vectors_of_two_jobs_for_one_image_are_one(is_retained: bool) -> None:
+    """A worker fetches an image that another worker asks it to encode meanwhile."""
+    sent, may_end = bytearray(VECTORS), asyncio.Event()
+
+    async def fetch_vectors(wanted: WantedImage) -> bytearray:
+        await may_end.wait()
+        return sent
+
+    jobs = Jobs(fetch_vectors=fetch_vectors)
+    fetched, encoded = (wanted_image(is_retained=is_retained) for _ in range(2))
+    encoded.is_encoded_here = True
+    for each in (fetched, encoded):
+        jobs.want(each)
+    await until(lambda: encoded.vectors is not None)
+    may_end.set()
+    await until(lambda: fetched.vectors is not None)
+    assert fetched.vectors is encoded.vectors
+    assert bytes(encoded.vectors or b"") == VECTORS
+    assert not any(sent)
+    kept = encoded.vectors
+    for each in (fetched, encoded):
+        jobs.drop(each)
+    assert kept == (VECTORS if is_retained else bytes(len(VECTORS)))
+    assert jobs.cache.num_bytes == len(VECTORS) * is_retained
     await jobs.close()
