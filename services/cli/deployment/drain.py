@@ -12,7 +12,7 @@ from services.cli.fleet.find_worker import LISTEN_S
 from services.cli.nats_address import find_nats
 from services.local.credentials import process_id_for
 from shared.clock import Clock, MonotonicClock
-from shared.errors import ConfigError, DependencyUnavailable, NoResponders
+from shared.errors import ConfigError, DependencyUnavailable, NoResponders, RequestTimeout
 from shared.messages import DrainState, DrainWorker, Heartbeat
 from shared.subjects import HEARTBEATS, host_models, lifecycle
 from shared.telemetry.log import configure_logging
@@ -135,25 +135,35 @@ async def _drain_one(
     worker: Heartbeat,
     show: Callable[[str], None],
 ) -> bool:
-    """Returns False if the worker is not safe to stop in time."""
-    subject, deadline = _subject(worker), clock.now() + options.timeout_s
-    command = DrainWorker(hand_over_s=options.hand_over_s, is_undone=options.is_undone)
-    shown = ""
+    """Returns False if the worker is not safe to stop in time. One that does not answer is told
+    again, and holds up no other.
+    """
+    subject, began_at = _subject(worker), clock.now()
+    shown, is_told = "", False
     while True:
+        passed_s = clock.now() - began_at
+        command = DrainWorker() if is_told else _first_command(options, passed_s)
         try:
             state = await bus.request(subject, command, DrainState, timeout_s=REPLY_TIMEOUT_S)
         except NoResponders:
             show(f"{worker.process_id}: stopped")
             return True
+        except RequestTimeout:
+            state = None
         line = f"{worker.process_id}: {described(state, is_undone=options.is_undone)}"
         if line != shown:
             show(shown := line)
-        if state.is_safe or options.is_undone:
+        if state is not None and (state.is_safe or options.is_undone):
             return True
-        if clock.now() >= deadline:
+        if clock.now() - began_at >= options.timeout_s:
             return False
-        command = DrainWorker()
+        is_told |= state is not None
         await clock.sleep(POLL_S)
+
+
+def _first_command(options: DrainOptions, passed_s: float) -> DrainWorker:
+    hand_over_s = max(0.0, options.hand_over_s - passed_s)
+    return DrainWorker(hand_over_s=hand_over_s, is_undone=options.is_undone)
 
 
 def _subject(process: Heartbeat) -> str:
@@ -162,7 +172,10 @@ def _subject(process: Heartbeat) -> str:
     return lifecycle(process.roles[0], process.process_id)
 
 
-def described(state: DrainState, *, is_undone: bool) -> str:
+def described(state: DrainState | None, *, is_undone: bool) -> str:
+    """Returns what to show of a worker; None: it has not answered."""
+    if state is None:
+        return "does not answer"
     if is_undone:
         return "serves again"
     if state.is_safe:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from services.cli.deployment import drain as drain_module
 from services.cli.deployment.drain import DrainOptions, drain
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, WorkerBusy
@@ -111,6 +112,21 @@ async def test_machine_is_drained_with_all_its_workers(rig: Rig) -> None:
     done, lines = await drained(rig, machine, is_forced=True)
     assert done
     assert sorted(lines) == ["worker-1: safe to stop", "worker-2: safe to stop"]
+
+
+async def test_worker_that_does_not_answer_holds_up_no_other(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.start("worker-1", BOTH)
+    await rig.start("worker-2", BOTH)
+    stuck = asyncio.Event()
+    monitor = rig.processes["worker-2"]._worker.health_monitor
+    monkeypatch.setattr(monitor, "transition_to", lambda _: stuck.wait())
+    monkeypatch.setattr(drain_module, "REPLY_TIMEOUT_S", 1.0)
+    machine = monitor.describe().host_name
+    done, lines = await drained(rig, machine, is_forced=True, timeout_s=0.0)
+    assert not done
+    assert sorted(lines) == ["worker-1: safe to stop", "worker-2: does not answer"]
 
 
 async def test_time_that_is_over_is_told(rig: Rig) -> None:
