@@ -25,7 +25,8 @@ from shared.tenancy.tenant import USAGE_KINDS, usage_of
 USAGE_UNSENT = "hearth:usage_unsent"
 TENANT_SITES = "hearth:tenant_sites"
 USAGE_DELETED = "hearth:usage_batch:deleted"  # as long as the batches
-MAX_TOTALS = 256  # of a tenant's day at one site
+MAX_TOTALS = 256  # in one report
+MAX_RECORDED = 4096  # totals of a tenant's day at one site: of a thousand models
 MAX_DAYS_LATE = 31
 DELETED_S = 30 * 86_400
 _RETENTION_S = 400 * 86_400
@@ -73,10 +74,11 @@ def tenant_and_day(usage_key: str) -> tuple[str, str] | None:
     return (parts[1], parts[3]) if len(parts) == 4 and parts[2] == "usage" else None
 
 
-def totals_of(fields: Mapping[bytes, bytes]) -> list[tuple[str, int]]:
-    """Returns the totals of a record of usage, at most MAX_TOTALS, by `{kind}:{model}`."""
+def reports_of(fields: Mapping[bytes, bytes]) -> list[tuple[tuple[str, int], ...]]:
+    """Returns the totals of a record of usage by `{kind}:{model}`, in parts for one report each."""
     found = ((name.decode(errors="replace"), total) for name, total in sorted(fields.items()))
-    return [(name, int(total)) for name, total in found if total.isdigit()][:MAX_TOTALS]
+    totals = tuple((name, int(total)) for name, total in found if total.isdigit())
+    return [totals[first : first + MAX_TOTALS] for first in range(0, len(totals), MAX_TOTALS)]
 
 
 def owner_of_usage(tenant_id: str, created_at: float) -> str:
@@ -125,7 +127,7 @@ async def record_totals(
             raise InvalidRequest(f"usage has no count {field[:64]!r}")
     keys = [usage_at(tenant_id, day, site), TENANT_SITES]
     pairs = [part for each in totals for part in each]
-    arguments = [at_site(tenant_id, site), _RETENTION_S, MAX_TOTALS, *pairs]
+    arguments = [at_site(tenant_id, site), _RETENTION_S, MAX_RECORDED, *pairs]
     if not await store.evaluate(RECORD_TOTALS_LUA, keys, arguments):
         raise InvalidRequest(f"no tenant {tenant_id!r} has named this site")
 

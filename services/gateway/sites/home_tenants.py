@@ -109,6 +109,8 @@ class HomeTenants:
         named = [each for each in await self._tenants(READ_S) if self._is_for(peer, each)]
         if len(named) > MAX_COPIES:
             self._log_once(peer, len(named), f"only {MAX_COPIES} of its tenants are sent")
+            # a site deletes what is not named: no new one takes the place of one that it has
+            named.sort(key=lambda each: each.record.tenant_id not in held)
         copies, versions = [], []
         for each in named[:MAX_COPIES]:
             name = each.record.tenant_id

@@ -12,7 +12,7 @@ from shared.messages import Done, ReportUsage
 from shared.store import Store, StoreUnavailable
 from shared.subjects import SITE_SEPARATOR
 from shared.telemetry.log_limit import LogLimit
-from shared.tenancy.site_usage import UNMARK_LUA, USAGE_UNSENT, tenant_and_day, totals_of
+from shared.tenancy.site_usage import UNMARK_LUA, USAGE_UNSENT, reports_of, tenant_and_day
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +44,8 @@ class UsageReporter:
             return
         num_sent, silent = 0, set()
         for key, mark in marks.items():
-            found = tenant_and_day(key.decode(errors="replace"))
+            text = key.decode(errors="replace")
+            found = tenant_and_day(text)
             if found is None:
                 continue
             site = site_of(found[0])
@@ -52,7 +53,7 @@ class UsageReporter:
                 continue
             num_sent += 1
             try:
-                await self._report(key.decode(), mark, *found)
+                await self._report(text, mark, *found)
             except HearthError as error:
                 silent.add(site)
                 log.debug("usage_not_reported", site=site, error=error.message)
@@ -60,10 +61,13 @@ class UsageReporter:
     async def _report(self, key: str, mark: bytes, name: str, day: str) -> None:
         """Raises the errors of the home site, and StoreUnavailable."""
         site, _, tenant_id = name.partition(SITE_SEPARATOR)
-        totals = tuple(totals_of(await self._store.hash_get(key)))
-        command = ReportUsage(gateway_id=self._name, tenant_id=tenant_id, day=day, totals=totals)
+        fields = await self._store.hash_get(key)
         try:
-            await self._homes.request(site, command, Done, timeout_s=TIMEOUT_S)
+            for totals in reports_of(fields):
+                command = ReportUsage(
+                    gateway_id=self._name, tenant_id=tenant_id, day=day, totals=totals
+                )
+                await self._homes.request(site, command, Done, timeout_s=TIMEOUT_S)
         except InvalidRequest as error:  # it will never take this one
             reason = error.message[:MAX_REASON]
             self._lines.write(

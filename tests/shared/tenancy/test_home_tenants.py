@@ -14,8 +14,8 @@ from shared.regions.region_classes import region_classes
 from shared.store import RedisStore, StoreUnavailable
 from shared.tenancy.declared_classes import declare_classes
 from shared.tenancy.home_tenants import HomeTenant, read_home_tenants
-from shared.tenancy.site_usage import MAX_TOTALS, record_totals
-from shared.tenancy.tenant import TENANTS, digest_of, keys_of
+from shared.tenancy.site_usage import MAX_RECORDED, MAX_TOTALS, record_totals, reports_of
+from shared.tenancy.tenant import TENANTS, USAGE_KINDS, digest_of, keys_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.tenancy.tenant_copy import SITES, TENANT_VERSIONS
 from tests.support.servers import RedisServer
@@ -101,13 +101,20 @@ async def test_totals_of_a_site_count_once(store: RedisStore, admin: TenantAdmin
     assert (row.site, row.requests, row.input_tokens) == ("b", 4, 30)
 
 
+def test_usage_of_many_models_is_reported_in_parts() -> None:
+    fields = {f"{kind}:{n}".encode(): b"7" for n in range(99) for kind in USAGE_KINDS}
+    parts = reports_of(fields)
+    assert [len(each) for each in parts] == [MAX_TOTALS, 4 * 99 - MAX_TOTALS]
+    assert {name for part in parts for name, _ in part} == {each.decode() for each in fields}
+
+
 async def test_site_reports_only_what_it_may(store: RedisStore, admin: TenantAdmin) -> None:
     await admin.add("team", {"sites": ("b",)}, "key")
     today, now = day_of(time.time()), time.time()
-    many = [(f"requests:{number}", 1) for number in range(MAX_TOTALS)]
+    many = [(f"requests:{number}", 1) for number in range(MAX_RECORDED)]
     await record_totals(store, "team", "b", today, many, now)
     await record_totals(store, "team", "b", today, [("requests:more", 1)], now)
-    assert len(await admin.usage(["team"], [today])) == MAX_TOTALS
+    assert len(await admin.usage(["team"], [today])) == MAX_RECORDED
     for tenant, site, day, totals, reason in (
         ("team", "c", today, many, "no tenant 'team' has named this site"),
         ("other", "b", today, many, "no tenant 'other' has named this site"),

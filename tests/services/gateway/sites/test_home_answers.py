@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway.sites import home_tenants
 from services.gateway.sites.home_accounts import HomeAccounts
 from services.gateway.sites.home_tenants import MAX_READS_PER_S, HomeTenants
 from shared.errors import DependencyUnavailable, InvalidRequest, Overloaded
@@ -102,6 +103,22 @@ def test_home_that_has_not_heard_a_site_does_not_take_its_tenants_away() -> None
         with pytest.raises(DependencyUnavailable, match="site 'd' has not been heard here yet"):
             await copies(tenants, "d")
         assert names(await copies(tenants, "b")) == [("only-b", "b")]
+
+    run(work())
+
+
+def test_tenant_that_a_site_has_gives_way_to_no_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site deletes the data of a tenant that its home does not name any more."""
+
+    async def work() -> None:
+        tenants = await home()
+        monkeypatch.setattr(home_tenants, "MAX_COPIES", 2)
+        of_b = await copies(tenants, "b")
+        admin = TenantAdmin(tenants._store, lambda: 0.0)
+        await admin.add("a-new-one", {"sites": ("b",)}, "key of a-new-one")
+        tenants._read_at = -inf
+        assert (await copies(tenants, "b", *of_b.versions)).versions == of_b.versions
+        assert [name for name, _ in (await copies(tenants, "b")).versions] == ["a-new-one", "both"]
 
     run(work())
 
