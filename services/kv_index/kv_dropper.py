@@ -2,7 +2,8 @@
 
 Every replica forgets its records of such tenants; the leader, as of PinKeeper, sends the orders and
 reports. A worker gets every order of the last day that this process has not seen it follow: it may
-have been silent when the order came, and hold what it held before.
+have been silent when the order came, and hold what it held before. That is so in the regions that a
+tenant keeps, too: its blocks there are listed, and their removal is told, in the class of before.
 """
 
 from __future__ import annotations
@@ -82,7 +83,6 @@ class KvDropper:
         self._store = store
         self._fleet = health_monitor.fleet
         self._requests = health_monitor.requests
-        self._classes = health_monitor.refusals.classes
         self._registry = registry
         self._clock = clock
         self._wall_clock = wall_clock
@@ -150,8 +150,7 @@ class KvDropper:
             self._incarnations = frozenset(workers)
         for order in self._orders.values():
             if order.waiting or order.compared is not self._incarnations:
-                new = self._incarnations - order.dropped.keys()
-                order.waiting = {each for each in new if self._concerns(order.drop, workers[each])}
+                order.waiting = set(self._incarnations - order.dropped.keys())
                 order.compared = self._incarnations
         waiting = set[Incarnation]().union(*(each.waiting for each in self._orders.values()))
         asked = [each for each in workers if each in waiting]
@@ -160,12 +159,6 @@ class KvDropper:
             await asyncio.gather(*(self._drop_alone(workers[each]) for each in some))
         for order in self._orders.values():
             await self._report(order)
-
-    def _concerns(self, drop: KvDrop, worker: Heartbeat) -> bool:
-        if drop.reason != "regions":
-            return True
-        kept = self._classes.allowed(drop.region_class, drop.kept_regions)
-        return kept is not None and worker.region not in kept
 
     def _workers(self) -> dict[Incarnation, Heartbeat]:
         """Returns the workers that are alive, also those that drain or are in standby."""

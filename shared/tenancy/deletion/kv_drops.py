@@ -41,8 +41,8 @@ MAX_ORDERS = 1000  # of one site
 MAX_OPEN = 500  # that have not finished, of another site
 T = TypeVar("T")
 
-# zero_retention: its requests go on, and leave nothing. removed: its requests end. regions: only
-# workers outside of its regions drop its KV.
+# zero_retention: its requests go on, and leave nothing. removed: its requests end. regions: sites
+# in its regions keep its requests, and those outside end them.
 DropReason = Literal["zero_retention", "removed", "regions"]
 
 # KEYS: the last number, the orders. ARGV: an order, the number before the first one. Returns the
@@ -63,8 +63,8 @@ return 0
 
 
 class KvDrop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An order; its field of the hash is its number. Workers in `kept_regions` (None: any), and in
-    the region class, if there is one, keep the KV of a tenant whose regions have changed. A removed
+    """An order; its field of the hash is its number. Sites in `kept_regions` (None: any), and in
+    the region class, if there is one, go on with a tenant whose regions have changed. A removed
     tenant was created at `created_at`; `with_usage`: its usage is deleted, too, at all sites. Times
     are Unix seconds.
     """

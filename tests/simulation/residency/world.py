@@ -31,6 +31,7 @@ from tests.support.world.process import SimulatedProcess
 from tests.support.world.store import MemoryStore
 from tests.support.world.workers import MODEL, SimulatedWorker
 
+HEARD_S = 1.0  # after a fault, until the next state of a site has come
 CHECKED_EACH_S = 5.0  # what lies in Redis and in caches
 
 
@@ -129,9 +130,12 @@ def cached_kv(worker: SimulatedWorker) -> bytes:
 
 
 def longest_fault_s(plan: ResidencyPlan) -> float:
-    """Returns the seconds that the longest fault of a process or link lasts; 0 without any."""
-    of_processes = (each for site in plan.sites.sites.values() for each in site.faults)
-    return max((each.duration_s for each in (*plan.sites.faults, *of_processes)), default=0.0)
+    """Returns the seconds until what the longest fault of a process or link held up is over, with
+    the delay of a link's last message; 0 without any.
+    """
+    of_links = (each.duration_s + each.delay_s for each in plan.sites.faults)
+    of_processes = (each.duration_s for site in plan.sites.sites.values() for each in site.faults)
+    return max((each + HEARD_S for each in (*of_links, *of_processes)), default=0.0)
 
 
 class ResidencyFleets(LinkedFleets):
