@@ -26,7 +26,7 @@ from shared.sites.linked_sites import DOUBLED
 from shared.sites.tenant_names import SiteTenantNames, shared_name
 from shared.subjects import at_site, is_at_site, tenants
 from shared.tenancy.declared_classes import declared_classes
-from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
+from shared.tenancy.tenant_admin import TenantAdmin
 from tests.support.nats_clients import connect_ordered
 from tests.support.services.linked_sites import (
     PASSWORD,
@@ -315,9 +315,10 @@ async def test_withdrawn_tenants_leave_no_kv_at_the_other_site(sites: LinkedPair
     store, names = sites.a.gateway.tenancy.stores.slow, sites.b.gateway._sites._tenants
     pool = sites.b.workers[0]._worker.loop.engine.pool
     keys = {each: f"key of {each}" for each in ("bound", "shared", "free")}
+    await until_declared(sites.a)
     for tenant_id, key in keys.items():
-        await store_api_key(store, key, tenant_id)
-    await in_class(sites.a, "europe", "bound")
+        bounds = {"region_class": "europe"} if tenant_id == "bound" else {}
+        await TenantAdmin(store, time.time).add(tenant_id, bounds, key)
     before, held_under = names["a"], {}
     for tenant_id, key in keys.items():
         if tenant_id == "shared":
