@@ -85,9 +85,8 @@ class LibraryLogs(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         message = _message_of(record)
         if EOF_OF_TLS not in message:
-            level = min(
-                record.levelno // 10 * 10, logging.CRITICAL
-            )  # some have levels of their own
+            # some libraries have levels of their own
+            level = min(record.levelno // 10 * 10, logging.CRITICAL)
             structlog.get_logger().log(
                 level,
                 "library_message",

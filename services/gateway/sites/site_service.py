@@ -110,7 +110,12 @@ class SiteService:
         self._outbox = Outbox(bus)
         self._allowances = PromptAllowances()
         self._prefills = SitePrefills(
-            *(config, bus, clock, health_monitor, self._outbox, self._allowances),
+            config,
+            bus,
+            clock,
+            health_monitor,
+            self._outbox,
+            self._allowances,
             region_of=linked.region_of,
         )
         self._background = Background()
