@@ -88,7 +88,8 @@ async def test_ignored_keyword_is_a_warning(cluster: Cluster) -> None:
         ({"regex": "a(?=b)"}, "regex", "invalid_request", "look-ahead"),
         ({"ebnf": "root ::= ::="}, "ebnf", "invalid_request", "Expected name"),
         ({"guided_json": {"$ref": "#"}}, "guided_json", "invalid_request", "cannot be satisfied"),
-        ({"regex": "^(.{1,5000}){1,500}$"}, "regex", "grammar_too_complex", "too many"),
+        # Which limit it meets first, of expressions or of CPU time, is up to the machine.
+        ({"regex": "^(.{1,5000}){1,500}$"}, "regex", "grammar_too_complex", "regex: "),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "invalid_request", "regex"),
         ({"regex": "a", "min_tokens": 2}, "min_tokens", "invalid_request", "regex"),
         ({"regex": "a", "ebnf": "b"}, "ebnf", "invalid_request", "regex"),
