@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -25,6 +26,7 @@ TIMEOUT_S = 1.0  # of all that are asked together
 MAX_NAME = 256  # characters of an id
 MAX_ASKED = 64  # gateways
 MAX_SEARCHES = 16  # at once; further ones wait
+MAX_OF_TENANT = 4  # of these, so that no tenant has the others wait behind all of its own
 
 
 class Found(NamedTuple):
@@ -53,6 +55,8 @@ class SiteReceipts:
         self._fleet = health_monitor.fleet
         self._refusals = health_monitor.refusals
         self._searches = asyncio.Semaphore(MAX_SEARCHES)
+        # by tenant, as long as one of its searches runs or waits
+        self._of_tenants = WeakValueDictionary[str, asyncio.Semaphore]()
 
     async def serve(self) -> None:
         """Answers the other gateways."""
@@ -65,7 +69,8 @@ class SiteReceipts:
         own = self._own(tenant, name)
         if own is not None or len(name) > MAX_NAME:
             return Found(own)
-        async with self._searches:
+        of_tenant = self._of_tenants.setdefault(tenant.tenant_id, asyncio.Semaphore(MAX_OF_TENANT))
+        async with of_tenant, self._searches:
             return await self._search(tenant, name)
 
     def _own(self, tenant: TenantRecord, name: str) -> IssuedReceipt | None:

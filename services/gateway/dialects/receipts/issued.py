@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import structlog
 
@@ -44,6 +46,7 @@ class TenantReceipts:
         self._clock = clock
         self._linked: dict[str, bytes] = {}  # keys of linked sites
         self._read_at = -READ_S
+        self._reading = asyncio.Lock()
 
     async def find(self, tenant: TenantRecord, name: str) -> IssuedReceipt:
         """Raises RouteNotFound alike for a request without a receipt, for one that is forgotten,
@@ -70,17 +73,18 @@ class TenantReceipts:
         return JwkSet((*self._receipts.public_keys, *found))
 
     async def _linked_keys(self) -> dict[str, bytes]:
-        now = self._clock.now()
-        if now - self._read_at >= READ_S:
-            self._read_at = now
-            try:
-                found = await self._store.hash_get(SITE_KEYS)
-            except StoreUnavailable as error:
-                log.warning("site_keys_not_read", error=error.message)
-            else:
-                self._linked = {
-                    site.decode(errors="replace"): key
-                    for site, key in found.items()
-                    if len(key) == KEY_BYTES
-                }
-        return self._linked
+        """Concurrent callers share one reading."""
+        async with self._reading:
+            if self._clock.now() - self._read_at >= READ_S:
+                try:
+                    found = await self._store.hash_get(SITE_KEYS)
+                except StoreUnavailable as error:
+                    log.warning("site_keys_not_read", error=error.message)
+                else:
+                    self._linked = {
+                        site.decode(errors="replace"): key
+                        for site, key in found.items()
+                        if len(key) == KEY_BYTES
+                    }
+                self._read_at = self._clock.now()
+            return self._linked

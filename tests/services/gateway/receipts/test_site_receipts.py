@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 
+from services.gateway.dialects.receipts.issued import KEY_BYTES, TenantReceipts
 from services.gateway.receipts.site_receipts import TIMEOUT_S, Found, SiteReceipts
+from shared.background import start_awaited
 from shared.errors import ConfigError
 from shared.receipts.read_receipt import ReadReceipt, ReceiptRead
 from shared.regions.region_classes import region_classes
 from shared.subjects import receipt
 from shared.tenancy.tenant import TenantRecord
+from shared.tenancy.tenant_copy import SITE_KEYS
 from tests.services.gateway.receipts.test_receipts import Held
 from tests.support.world.bus import SimulatedNetwork
 from tests.support.world.clock import run
 from tests.support.world.gateway import StreamGateway
+from tests.support.world.store import MemoryStore
 
 CLASSES = region_classes(["eu=fr,de"])
 FREE, BOUND = TenantRecord(tenant_id="free"), TenantRecord(tenant_id="bound", region_class="eu")
@@ -148,3 +152,48 @@ def test_gateways_that_do_not_answer_are_waited_for_no_longer_than_the_limit() -
         assert (await site.find(0, FREE)).receipt is not None
 
     scenario(test, "", "", "")
+
+
+def test_searches_of_one_tenant_delay_no_other() -> None:
+    async def test(site: Site) -> None:
+        site.network.freeze("gateway-1")  # each search waits for it
+        site.held[2].store(BOUND, "r")
+        flood = [start_awaited(site.find(0, FREE, f"unknown-{each}")) for each in range(100)]
+        await asyncio.sleep(0)
+        began = asyncio.get_running_loop().time()
+        assert (await site.find(0, BOUND)).receipt is not None
+        assert asyncio.get_running_loop().time() - began < TIMEOUT_S
+        for each in flood:
+            each.cancel()
+
+    scenario(test, "fr", "fr", "fr")
+
+
+class GatedStore(MemoryStore):
+    """Redis that answers late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+        self.num_reads = 0
+
+    async def hash_get(self, key: str) -> Mapping[bytes, bytes]:
+        self.num_reads += 1
+        await self.answers.wait()
+        return await super().hash_get(key)
+
+
+def test_every_caller_gets_the_keys_of_linked_sites() -> None:
+    async def test(site: Site) -> None:
+        store = GatedStore()
+        await store.write([("HSET", SITE_KEYS, "b", bytes(KEY_BYTES))])
+        held, at_site = site.held[0], site.at_site[0]
+        receipts = TenantReceipts(held.receipts, at_site, store, held.clock)
+        found = [start_awaited(receipts.keys()) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        store.answers.set()
+        for each in found:
+            assert [key.site for key in (await each).keys][1:] == ["b"]
+        assert store.num_reads == 1
+
+    scenario(test, "")
