@@ -2,7 +2,8 @@
 
     hearth:usage_unsent                 hash, elsewhere: a record of usage → its number of changes
     hearth:{tenant}:usage:{day}:{site}  hash, at home: {kind}:{model} → total at that site
-    hearth:tenant_sites                 hash, at home: {tenant}/{site}: has ever named that site
+    hearth:tenant_sites                 hash, at home: {tenant}/{site}, which the tenant has ever
+                                        named → the last order to drop data at that time
     hearth:usage_batch:deleted          sorted set: {tenant} {its creation} → time of the deletion
 
 A site reports totals, not differences: a report that is repeated counts once, and what could not be
@@ -10,6 +11,10 @@ sent while a link was cut is in the next one.
 
 A gateway that was frozen may have usage of a tenant whose usage is deleted meanwhile. It is not
 written: the deletion is remembered as long as a gateway's batches of usage are.
+
+A site that was cut off may have usage of a tenant that was removed meanwhile with its usage. It
+reports none of a later tenant of that name before it has confirmed the removal: then it has deleted
+what it had.
 """
 
 from __future__ import annotations
@@ -17,9 +22,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
 
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, Overloaded
 from shared.store import Command, Store
 from shared.subjects import at_site
+from shared.tenancy.deletion.kv_drops import LAST, SITE_POSITIONS
 from shared.tenancy.tenant import USAGE_KINDS, usage_of
 
 USAGE_UNSENT = "hearth:usage_unsent"
@@ -31,20 +37,33 @@ MAX_DAYS_LATE = 31
 DELETED_S = 30 * 86_400
 _RETENTION_S = 400 * 86_400
 
-# KEYS: usage at a site, the sites that tenants have named. ARGV: the tenant and the site, seconds
-# of retention, the maximum number of totals, then pairs of a field and its total. Returns 0 if the
-# tenant has never named the site. A total never falls.
+# KEYS: the sites that tenants have named, the last order. ARGV: tenants and sites.
+NAME_SITES_LUA = """
+local last = redis.call('GET', KEYS[2]) or ''
+for _, name in ipairs(ARGV) do redis.call('HSET', KEYS[1], name, last) end
+return 0
+"""
+
+# KEYS: usage at a site, the sites that tenants have named, what sites have confirmed, the last
+# order. ARGV: the tenant and the site, the site, seconds of retention, the most totals, then pairs
+# of a field and its total. Returns 0 if the tenant has never named the site, -1 if the
+# site has not confirmed the orders before; those of a lost Redis do not count. A total never falls.
 RECORD_TOTALS_LUA = """
-if redis.call('HEXISTS', KEYS[2], ARGV[1]) == 0 then return 0 end
-for i = 4, #ARGV, 2 do
+local named = redis.call('HGET', KEYS[2], ARGV[1])
+if not named then return 0 end
+local before = tonumber(named) or 0
+local confirmed = tonumber(redis.call('HGET', KEYS[3], ARGV[2]) or '0')
+local last = tonumber(redis.call('GET', KEYS[4]) or '0')
+if confirmed < before and before <= last then return -1 end
+for i = 5, #ARGV, 2 do
   local before = tonumber(redis.call('HGET', KEYS[1], ARGV[i]))
-  if before or redis.call('HLEN', KEYS[1]) < tonumber(ARGV[3]) then
+  if before or redis.call('HLEN', KEYS[1]) < tonumber(ARGV[4]) then
     if (before or -1) < tonumber(ARGV[i + 1]) then
       redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
     end
   end
 end
-redis.call('EXPIRE', KEYS[1], ARGV[2])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
 return 1
 """
 
@@ -106,15 +125,15 @@ async def is_usage_deleted(store: Store, tenant_id: str, created_at: Sequence[fl
 async def name_sites(store: Store, tenant_id: str, sites: Sequence[str]) -> None:
     """Lets sites report usage of a tenant from now on. Raises StoreUnavailable."""
     if sites:
-        names = (part for site in sites for part in (at_site(tenant_id, site), ""))
-        await store.write([("HSET", TENANT_SITES, *names)])
+        names = [at_site(tenant_id, each) for each in sites]
+        await store.evaluate(NAME_SITES_LUA, [TENANT_SITES, LAST], names)
 
 
 async def record_totals(
     store: Store, tenant_id: str, site: str, day: str, totals: Sequence[tuple[str, int]], now: float
 ) -> None:
-    """Records what a site reports; `now` is in Unix seconds. Raises InvalidRequest and
-    StoreUnavailable.
+    """Records what a site reports; `now` is in Unix seconds. Raises InvalidRequest,
+    StoreUnavailable, and Overloaded for what it may report later.
     """
     if not _is_recent(day, now):
         today = datetime.fromtimestamp(now, UTC).date()
@@ -125,11 +144,15 @@ async def record_totals(
     for field, _ in totals:
         if field.partition(":")[0] not in USAGE_KINDS or not field.isprintable():
             raise InvalidRequest(f"usage has no count {field[:64]!r}")
-    keys = [usage_at(tenant_id, day, site), TENANT_SITES]
+    keys = [usage_at(tenant_id, day, site), TENANT_SITES, SITE_POSITIONS, LAST]
     pairs = [part for each in totals for part in each]
-    arguments = [at_site(tenant_id, site), _RETENTION_S, MAX_RECORDED, *pairs]
-    if not await store.evaluate(RECORD_TOTALS_LUA, keys, arguments):
+    arguments = [at_site(tenant_id, site), site, _RETENTION_S, MAX_RECORDED, *pairs]
+    is_recorded = int(await store.evaluate(RECORD_TOTALS_LUA, keys, arguments))
+    if not is_recorded:
         raise InvalidRequest(f"no tenant {tenant_id!r} has named this site")
+    if is_recorded < 0:
+        reason = f"site {site!r} has not deleted yet what it has of an earlier {tenant_id!r}"
+        raise Overloaded(reason, retry_after_s=1.0)
 
 
 def _is_recent(day: str, now: float) -> bool:

@@ -7,7 +7,7 @@ import structlog
 from services.gateway.sites.linked_homes import LinkedHomes, site_of
 from shared.background import failing_alone
 from shared.clock import Clock
-from shared.errors import HearthError, InvalidRequest
+from shared.errors import HearthError, InvalidRequest, Overloaded
 from shared.messages import Done, ReportUsage
 from shared.store import Store, StoreUnavailable
 from shared.subjects import SITE_SEPARATOR
@@ -55,7 +55,8 @@ class UsageReporter:
             try:
                 await self._report(text, mark, *found)
             except HearthError as error:
-                silent.add(site)
+                if not isinstance(error, Overloaded):  # that is of one tenant
+                    silent.add(site)
                 log.debug("usage_not_reported", site=site, error=error.message)
 
     async def _report(self, key: str, mark: bytes, name: str, day: str) -> None:

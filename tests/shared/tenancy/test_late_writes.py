@@ -13,16 +13,16 @@ from services.gateway.dialects.responses.storage.record import ResponseRecord
 from services.gateway.dialects.responses.storage.store import ResponseStore
 from services.gateway.tenancy.usage_counter import UsageCounter, day_of
 from shared.clock import MonotonicClock
-from shared.errors import ConfigError
+from shared.errors import ConfigError, InvalidRequest, Overloaded
 from shared.messages import SignedCopy
 from shared.store import RedisStore
 from shared.tenancy import pinned_prefix
-from shared.tenancy.deletion import kv_drops
+from shared.tenancy.deletion import kv_drops, site_drops
 from shared.tenancy.deletion.kv_drops import DropProgress
 from shared.tenancy.deletion.tenant_removal import TenantRemoval, TenantWithdrawal
 from shared.tenancy.home_tenants import read_home_tenants
 from shared.tenancy.pinned_prefix import PinnedPrefix
-from shared.tenancy.site_usage import TENANT_SITES, USAGE_UNSENT, usage_at
+from shared.tenancy.site_usage import TENANT_SITES, USAGE_UNSENT, record_totals, usage_at
 from shared.tenancy.tenant import TENANT_COPIES, TenantRecord, api_key_record, keys_of, usage_of
 from shared.tenancy.tenant_admin import REMOVAL_S, TenantAdmin
 from shared.tenancy.tenant_copy import SITES, TENANT_VERSIONS, SigningKey, TenantCopy
@@ -144,6 +144,33 @@ async def test_usage_at_another_site_is_deleted_once(operator: Operator) -> None
             usage.count(each, "m", {"requests": 1})
         assert await usage.flush()
     assert await requests_of(operator, "a/acme") == 2
+
+
+async def test_late_totals_of_a_removed_tenant_are_not_a_later_ones(operator: Operator) -> None:
+    """A link is cut while a tenant is removed with its usage, and added again. Its site reports
+    what it has of the first one before it hears of the removal.
+    """
+    await operator.store.write([("HSET", SITES, "b", "")])
+    day, now = day_of(operator.now), operator.now
+
+    async def report(requests: int) -> None:
+        totals = [("requests:m", requests)]
+        await record_totals(operator.store, "acme", "b", day, totals, now)
+
+    await operator.admin.add("acme", {"sites": ("b",)}, "key 1")
+    await report(100)
+    await operator.remove("acme", with_usage=True)
+    with pytest.raises(InvalidRequest, match="has named this site"):
+        await report(110)
+    await operator.admin.add("acme", {"sites": ("b",)}, "key 2")
+    for _ in range(2):
+        with pytest.raises(Overloaded, match="has not deleted"):
+            await report(110)
+    last = await kv_drops.last_number(operator.store)
+    assert await site_drops.confirm(operator.store, "b", last)
+    await report(1)
+    found = await operator.store.hash_get(usage_at("acme", day, "b"))
+    assert found == {b"requests:m": b"1"}
 
 
 async def stored(operator: Operator, tenant: TenantRecord) -> tuple[bool, str]:

@@ -39,7 +39,7 @@ from shared.tenancy.rate_limit import (
     LimitCommand,
     RateLimitCounter,
 )
-from shared.tenancy.site_usage import ARE_DELETED_LUA, RECORD_TOTALS_LUA, UNMARK_LUA
+from shared.tenancy.site_usage import ARE_DELETED_LUA, NAME_SITES_LUA, RECORD_TOTALS_LUA, UNMARK_LUA
 from shared.tenancy.stored_responses import DELETE_SOME_LUA
 from shared.tenancy.tenant import RECORD_LUA, TenantRecord, decoded_tenant
 from shared.tenancy.tenant_admin import ADD_KEY_LUA, SWAP
@@ -179,12 +179,23 @@ def _pin_key(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> b
     return store.data.setdefault(keys[0], {}).setdefault(site.encode(), key)
 
 
+def _name_sites(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+    last = store.data.get(keys[1], b"")
+    store.apply([("HSET", keys[0], each, last) for each in arguments])
+    return 0
+
+
 def _record_totals(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
-    if arguments[0].encode() not in store.data.get(keys[1], {}):
+    name_at_site, site, _, max_totals, *pairs = arguments
+    named = store.data.get(keys[1], {}).get(name_at_site.encode())
+    if named is None:
         return 0
+    confirmed = int(store.data.get(keys[2], {}).get(site.encode(), 0))
+    if confirmed < int(named or 0) <= int(store.data.get(keys[3], b"0")):
+        return -1
     fields = store.data.setdefault(keys[0], {})
-    for name, total in zip(arguments[3::2], arguments[4::2], strict=True):
-        if name.encode() in fields or len(fields) < arguments[2]:
+    for name, total in zip(pairs[::2], pairs[1::2], strict=True):
+        if name.encode() in fields or len(fields) < max_totals:
             most = max(total, int(fields.get(name.encode(), -1)))
             fields[name.encode()] = str(most).encode()
     return 1
@@ -453,6 +464,7 @@ SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     READ_EACH_LUA: _read_each,
     SWAP_EACH_LUA: _swap_each,
     PIN_LUA: _pin_key,
+    NAME_SITES_LUA: _name_sites,
     RECORD_TOTALS_LUA: _record_totals,
     UNMARK_LUA: _unmark,
     CONFIRM_LUA: _confirm_drops,
