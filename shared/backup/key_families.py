@@ -68,6 +68,10 @@ KEY_FAMILIES = (
     KeyFamily("hearth:kv_drops:progress", "how far they are", "rebuilt"),
     KeyFamily("hearth:kv_drops:last", "the number of the last order", "rebuilt"),
     KeyFamily(
+        *("hearth:kv_drops:removing:{tenant}", "tenants removed 10 s ago", "left out"),
+        "one may be added again sooner",
+    ),
+    KeyFamily(
         *("hearth:kv_drops:forgotten", "the last order that was forgotten", "left out"),
         "what a site has not confirmed is kept",
     ),

@@ -23,6 +23,7 @@ from shared.subjects import SITE_SEPARATOR
 from shared.tenancy import pinned_prefix, stored_responses
 from shared.tenancy.declared_classes import check_declared
 from shared.tenancy.deletion import kv_drops, retractions
+from shared.tenancy.deletion.tenant_removal import REMOVAL_S, removing
 from shared.tenancy.rate_limit import (
     APPLY_LUA,
     LEASE_S,
@@ -59,7 +60,6 @@ KEY_ID_CHARS = 12
 FORGET_S = 30 * 86_400  # retention of the record of an ended key
 MAX_SWAPS = 16
 BOUNDS = frozenset({"allowed_regions", "region_class"})  # fields of a record
-REMOVAL_S = 10.0  # gateways end requests of a removed tenant until then
 
 # KEYS: a hash. ARGV: a field, its expected value (empty: no value), its new value.
 SWAP = """
@@ -182,13 +182,12 @@ class TenantAdmin:
 
     async def _check_removed(self, tenant_id: str) -> None:
         """Raises ConfigError while requests of a removed tenant of this name may still end."""
-        for each in await kv_drops.orders(self._store):
-            drop, is_recent = each.drop, self._now() - each.drop.ordered_at < REMOVAL_S
-            is_removed = (drop.tenant_id, drop.reason) == (tenant_id, "removed")
-            if is_removed and (is_recent or not each.is_finished):
-                raise ConfigError(
-                    f"the tenant {tenant_id!r} is being removed: add it again in {REMOVAL_S:g} s"
-                )
+        found = [each for each in await kv_drops.orders(self._store) if not each.is_finished]
+        unfinished = {each.drop.tenant_id for each in found if each.drop.reason == "removed"}
+        if tenant_id in unfinished or await self._store.get(removing(tenant_id)) is not None:
+            raise ConfigError(
+                f"the tenant {tenant_id!r} is being removed: add it again in {REMOVAL_S} s"
+            )
 
     async def all(self) -> dict[str, TenantRecord | None]:
         """Records by id, sorted; None for an unreadable record."""

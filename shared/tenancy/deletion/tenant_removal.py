@@ -22,6 +22,7 @@ from shared.tenancy.site_usage import TENANT_SITES, is_usage_deleted
 from shared.tenancy.tenant import TENANTS, TenantRecord, check_tenant_id, decoded_tenant
 
 SAME_CHANGE_S = 30.0  # gateways of one site find a change within this time
+REMOVAL_S = 10  # gateways end requests of a removed tenant until then
 
 
 class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +33,13 @@ class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
     records: dict[str, int]
     sites: tuple[str, ...] = ()
     drops: tuple[OrderedDrop, ...] = ()
+
+
+def removing(tenant_id: str) -> str:
+    """Returns the key that is there while requests of a removed tenant may still end: by Redis's
+    clock, as operators' machines have different ones.
+    """
+    return f"hearth:kv_drops:removing:{tenant_id}"
 
 
 class TenantWithdrawal:
@@ -52,7 +60,8 @@ class TenantWithdrawal:
         found, site = await kv_drops.orders(self._store), site_in(tenant_id)
         drops, ordered = (each.drop for each in found), (tenant_id, reason, kept_regions)
         own = (e for e in drops if (e.tenant_id, e.reason, e.kept_regions) == ordered)
-        if all(self._now() - each.ordered_at > SAME_CHANGE_S for each in own):
+        # one of the future is of a gateway whose clock is ahead
+        if all(abs(self._now() - each.ordered_at) > SAME_CHANGE_S for each in own):
             is_open = (not e.is_finished and site_in(e.drop.tenant_id) == site for e in found)
             if sum(is_open) >= kv_drops.MAX_OPEN:
                 raise Overloaded("too many orders of this site are open here", retry_after_s=1.0)
@@ -138,6 +147,7 @@ class TenantRemoval:
         return sorted(site for name, _, site in parts if name == tenant_id)
 
     async def _order(self, tenant_id: str, created_at: float, *, with_usage: bool) -> KvDrop:
+        await self._store.write([("SET", removing(tenant_id), 1, "EX", REMOVAL_S)])
         return await kv_drops.order(
             self._store,
             tenant_id,

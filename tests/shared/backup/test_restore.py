@@ -20,7 +20,7 @@ from shared.store import RedisStore
 from shared.tenancy import audit, pinned_prefix
 from shared.tenancy.deletion import kv_drops, retractions, site_drops
 from shared.tenancy.deletion.kv_drops import DropProgress
-from shared.tenancy.deletion.tenant_removal import TenantRemoval
+from shared.tenancy.deletion.tenant_removal import TenantRemoval, removing
 from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant import GENERATION, TENANTS, usage_of
@@ -144,6 +144,7 @@ async def test_tenant_made_anew_gets_no_key_of_the_one_before(rig: Rig) -> None:
     await rig.removal.remove("acme", with_usage=True)
     for each in await kv_drops.orders(rig.store):  # as if all were done long ago
         rig.client.hdel(kv_drops.ORDERS, each.drop.number)
+    rig.client.delete(removing("acme"))
     await rig.admin.add("acme", {}, "key-2")
     await rig.restore()
     assert await rig.standing("acme", "key-1") == "unknown"

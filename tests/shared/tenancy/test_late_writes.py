@@ -19,12 +19,17 @@ from shared.store import RedisStore
 from shared.tenancy import pinned_prefix
 from shared.tenancy.deletion import kv_drops, site_drops
 from shared.tenancy.deletion.kv_drops import DropProgress
-from shared.tenancy.deletion.tenant_removal import TenantRemoval, TenantWithdrawal
+from shared.tenancy.deletion.tenant_removal import (
+    REMOVAL_S,
+    TenantRemoval,
+    TenantWithdrawal,
+    removing,
+)
 from shared.tenancy.home_tenants import read_home_tenants
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.site_usage import TENANT_SITES, USAGE_UNSENT, record_totals, usage_at
 from shared.tenancy.tenant import TENANT_COPIES, TenantRecord, api_key_record, keys_of, usage_of
-from shared.tenancy.tenant_admin import REMOVAL_S, TenantAdmin
+from shared.tenancy.tenant_admin import TenantAdmin
 from shared.tenancy.tenant_copy import SITES, TENANT_VERSIONS, SigningKey, TenantCopy
 from tests.support.servers import RedisServer
 from tests.support.waiting import LIMIT_S
@@ -56,6 +61,11 @@ class Operator:
         drop = await self.removal.remove(tenant_id, with_usage=with_usage)
         await self.removal.finish(drop)
         await kv_drops.report(self.store, drop.number, DropProgress(finished_at=self.now))
+        await self.pass_removal(tenant_id)
+
+    async def pass_removal(self, tenant_id: str) -> None:
+        """Ends the time until which the requests of a removed tenant end."""
+        await self.store.write([("DEL", removing(tenant_id))])
         self.now += REMOVAL_S + 1
 
     async def copy(self, record: TenantRecord) -> TenantRecord:
@@ -257,6 +267,22 @@ async def test_no_command_brings_a_tenant_back_before_its_requests_have_ended(
     with pytest.raises(ConfigError, match="is being removed"):
         await operator.admin.add_key("acme", "key 2")
     assert await operator.admin.all() == {}
+
+
+@pytest.mark.parametrize("behind_s", [3600.0, -3600.0])
+async def test_a_tenant_is_added_again_whatever_time_another_operator_has(
+    operator: Operator, behind_s: float
+) -> None:
+    elsewhere = TenantAdmin(operator.store, lambda: operator.now - behind_s)
+    await elsewhere.add("acme", {}, "key 1")
+    drop = await operator.removal.remove("acme", with_usage=False)
+    await kv_drops.report(operator.store, drop.number, DropProgress(finished_at=operator.now))
+    with pytest.raises(ConfigError, match="is being removed"):
+        await elsewhere.add("acme", {}, "key 2")
+    ends = "return redis.call('TTL', KEYS[1])"
+    assert 0 < await operator.store.evaluate(ends, [removing("acme")], []) <= REMOVAL_S
+    await operator.pass_removal("acme")
+    await elsewhere.add("acme", {}, "key 2")
 
 
 async def test_gateway_that_is_late_gives_no_version_to_a_removed_tenant(

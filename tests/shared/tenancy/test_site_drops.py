@@ -137,3 +137,11 @@ async def test_an_emptied_redis_gives_no_number_again(store: RedisStore) -> None
     await store.write([("FLUSHDB",)])
     after = await kv_drops.order(store, "t", "removed", 1_000.1)
     assert after.number > before.number
+
+
+async def test_a_gateway_whose_clock_is_wrong_hides_no_change(store: RedisStore) -> None:
+    ahead, right = (TenantWithdrawal(store, lambda at=at: at) for at in (5_000.0, 1_000.0))
+    await ahead.order("b/t", "regions")
+    await right.order("b/t", "regions")
+    await right.order("b/t", "regions")  # the same change
+    assert [each.drop.ordered_at for each in await kv_drops.orders(store)] == [5_000.0, 1_000.0]

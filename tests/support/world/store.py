@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 from shared.messages import StoreLoad
@@ -33,12 +34,13 @@ class MemoryStore:
     """A store in memory. While `is_away` is True every call fails, as with a dead Redis.
 
     A hanging store executes its pending commands when it resumes, though no caller waits for them
-    any more. Expiry is recorded, but not carried out.
+    any more. Expiry is recorded, but carried out of `SET … EX` alone.
     """
 
     def __init__(self) -> None:
         self.data: dict[str, Any] = {}
         self.time_to_live_s: dict[str, int] = {}
+        self._ends_at: dict[str, float] = {}
         self.num_writes = 0
         self.is_away = False
         self._resumed = asyncio.Event()
@@ -75,6 +77,8 @@ class MemoryStore:
 
     async def get(self, key: str) -> bytes | None:
         self._check()
+        if self._ends_at.get(key, inf) <= self.now():
+            self._delete(key)
         value: bytes | None = self.data.get(key)
         return value
 
@@ -129,11 +133,13 @@ class MemoryStore:
     def _set(self, key: str, value: str | bytes | int, *options: str | int) -> None:
         self.data[key] = _encoded(value)
         self.time_to_live_s.pop(key, None)
+        self._ends_at.pop(key, None)
         if options:
             unit, amount = options
             if unit != "EX":
                 raise ValueError(f"the simulated store does not know SET … {unit}")
             self.time_to_live_s[key] = int(amount)
+            self._ends_at[key] = self.now() + int(amount)
 
     def _set_new(self, key: str, value: str | bytes) -> None:
         self.data.setdefault(key, _encoded(value))
@@ -142,6 +148,7 @@ class MemoryStore:
         for key in keys:
             self.data.pop(key, None)
             self.time_to_live_s.pop(key, None)
+            self._ends_at.pop(key, None)
 
     def _expire(self, key: str, seconds: int) -> None:
         if key in self.data:
