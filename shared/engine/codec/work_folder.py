@@ -66,10 +66,11 @@ class WorkFolder:
 
 
 @contextmanager
-def work_folder(target: Path) -> Iterator[WorkFolder]:
+def work_folder(target: Path, *, resumes: bool = True) -> Iterator[WorkFolder]:
     """Raises ConfigError if `target` exists or another process writes it.
 
-    An OSError becomes a CheckpointError that states how to continue.
+    An OSError becomes a CheckpointError that states how to continue. Unless the work `resumes`,
+    nothing of an earlier run is used and nothing of this one remains.
     """
     target = target.absolute()
     if target.exists() or target.is_symlink():
@@ -85,10 +86,12 @@ def work_folder(target: Path) -> Iterator[WorkFolder]:
         with lock_path.open("ab") as lock:
             _lock(lock, target)
             work.files.mkdir(exist_ok=True)
+            if not resumes:
+                work.retain_only(())
             try:
                 yield work
             finally:
-                if not any(path.is_file() for path in work.files.rglob("*")):
+                if not (resumes and any(path.is_file() for path in work.files.rglob("*"))):
                     shutil.rmtree(work.root)  # published, or no finished file to resume from
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error

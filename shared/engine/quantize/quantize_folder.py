@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -29,14 +29,21 @@ from shared.engine.model_config.quantization_config import FIELD, scale_dtype
 from shared.engine.quantize.round_to_nearest import quantized_tensors
 from shared.engine.quantize.stacked_mxfp4 import CONFIG as MXFP4_CONFIG
 from shared.engine.quantize.stacked_mxfp4 import StackedMxfp4
-from shared.engine.weights.load import INDEX_FILE, CheckpointTensors, open_checkpoint
+from shared.engine.weights.load import (
+    INDEX_FILE,
+    SOURCE_DTYPES,
+    CheckpointTensors,
+    open_checkpoint,
+)
 from shared.engine.weights.weight_source import DTYPES, read_tensor
 from shared.errors import CheckpointError, ConfigError
 from shared.tokenizer.checkpoint_file import read_checkpoint_json
 
 CONFIG = "config.json"
-# Linear layers of a decoder layer: attention, MLP and experts.
-_LINEAR = re.compile(r"(.*\.)?layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])$")
+# Linear layers of a decoder layer: attention, MLP and experts; none of an image encoder.
+_LINEAR = re.compile(
+    r"((model|language_model|text_model)\.)*layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])$"
+)
 # Dense layers, besides those that the user names: the head, and linear layers that choose experts.
 DENSE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*block_sparse_moe\.gate$")
 
@@ -103,7 +110,8 @@ def quantize_folder(
         dtype = scale_dtype(config)
         form = Int4(group=group, is_symmetric=is_symmetric, scale_dtype=dtype)
     progress.expect(folder.num_bytes())
-    with work_folder(target) as work, open_checkpoint(source) as tensors:
+    with work_folder(target, resumes=False) as work, open_checkpoint(source) as tensors:
+        _check_dtypes(tensors)
         if kind == "mxfp4":
             experts = StackedMxfp4(tensors)
             _write_shards(folder, experts, work, progress)
@@ -111,13 +119,16 @@ def quantize_folder(
             work.publish()
             return len(experts.layers)
         _check_experts(tensors)
-        found = sorted(_linear_layers(tensors))
+        matrices = sorted(_matrices(tensors))
         patterns = (*DENSE, *ignored)
-        layers = [each for each in found if find_match(each, patterns) is None]
+        layers = [
+            each for each in matrices if _LINEAR.match(each) and find_match(each, patterns) is None
+        ]
         if not layers:
             raise ConfigError(f"{source}: no linear layer is left to quantize")
+        _check_dense(tensors, layers)
         _write_shards(folder, _Written(tensors, frozenset(layers), form), work, progress)
-        dense = sorted({*found} - {*layers})
+        dense = sorted({*matrices} - {*layers})
         _write_json(work, CONFIG, {**config, FIELD: _quantization_config(form, patterns, dense)})
         work.publish()
     return len(layers)
@@ -141,12 +152,31 @@ def _check_experts(tensors: CheckpointTensors) -> None:
             )
 
 
-def _linear_layers(tensors: CheckpointTensors) -> Iterator[str]:
+def _check_dtypes(tensors: CheckpointTensors) -> None:
+    """Raises CheckpointError for a tensor that cannot be read."""
+    for name in tensors.names():
+        dtype = tensors.info(name).dtype
+        if dtype not in DTYPES:
+            raise CheckpointError(
+                f"{tensors.path(name)}: tensor {name}: dtype {dtype!r} is not supported"
+            )
+
+
+def _check_dense(tensors: CheckpointTensors, layers: Iterable[str]) -> None:
+    """Raises CheckpointError for a layer whose numbers are codes."""
+    for name in (f"{each}.weight" for each in layers):
+        dtype = tensors.info(name).dtype
+        if dtype not in SOURCE_DTYPES:
+            raise CheckpointError(
+                f"{tensors.path(name)}: tensor {name} is {dtype}; only BF16, F16 and F32 are "
+                "quantized: take the dense checkpoint that this one was made of"
+            )
+
+
+def _matrices(tensors: CheckpointTensors) -> Iterator[str]:
     for name in tensors.names():
         layer, _, kind = name.rpartition(".")
-        is_matrix = kind == "weight" and len(tensors.info(name).shape) == 2
-        is_router = find_match(layer, DENSE) is not None
-        if is_matrix and (_LINEAR.match(layer) or is_router):
+        if kind == "weight" and len(tensors.info(name).shape) == 2:
             yield layer
 
 
@@ -154,7 +184,8 @@ def _write_shards(
     folder: ModelFolder, written: _Written | StackedMxfp4, work: WorkFolder, progress: ByteProgress
 ) -> None:
     weight_map: dict[str, str] = {}
-    for shard in folder.shards:
+    read = {path.relative_to(folder.root).as_posix() for path in written.tensors.files()}
+    for shard in sorted(read):
         names = [
             name
             for name in written.tensors.names()
@@ -169,10 +200,10 @@ def _write_shards(
                     file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
                 dtype, shape = written.tensors.info(name)
                 progress.advance(shard, prod(shape) * DTYPES[dtype].itemsize)
-    for name in folder.files:
-        if name not in (CONFIG, INDEX_FILE):
-            with work.written(name) as file:
-                copy_file(folder.root / name, file, partial(progress.advance, name))
+    # other safetensors files, too: of modules after the model, or the same weights by other names
+    for name in sorted({*folder.files, *folder.shards} - {CONFIG, INDEX_FILE, *read}):
+        with work.written(name) as file:
+            copy_file(folder.root / name, file, partial(progress.advance, name))
     if INDEX_FILE in folder.files:
         _write_json(work, INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
 
@@ -193,8 +224,8 @@ def _write_header(file: IO[bytes], tensors: dict[str, TensorSpec]) -> None:
 def _quantization_config(
     form: Int4 | Fp8Block, patterns: Sequence[str], dense: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns the config of the new checkpoint. `dense` has the layers that the patterns match, by
-    name, as fp8 lists them.
+    """Returns the config of the new checkpoint. `dense` has the matrices that stay as they are, by
+    name: fp8 lists no patterns.
     """
     if isinstance(form, Fp8Block):
         return {
@@ -218,7 +249,7 @@ def _quantization_config(
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": list(patterns),
+        "ignore": [*patterns, *(each for each in dense if find_match(each, patterns) is None)],
         "kv_cache_scheme": None,
     }
 

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kernels.reference.dequantize import dequantize_fp8, dequantize_int4
 from shared.engine.model_config.formats import Fp8Block, Int4, stored_tensors
+from shared.engine.quantize.quantize_folder import quantize_folder
 from shared.engine.quantize.round_to_nearest import quantized_tensors
 from shared.errors import CheckpointError, ConfigError
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.families import FAMILIES
-from tests.support.engine.quantized import quantize
+from tests.support.engine.quantized import NoProgress, edit_tensors, quantize
 
 FORMS = [
     Int4(group=32, is_symmetric=True),
@@ -79,6 +80,68 @@ def test_linear_layers_are_quantized_and_all_else_is_kept(kind: str, tmp_path: P
     for name, tensor in old.items():
         if name.removesuffix(".weight") not in quantized:
             assert torch.equal(new[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "listed"), [("int4", "ignore"), ("fp8", "modules_to_not_convert")]
+)
+def test_an_image_encoder_stays_dense(kind: str, listed: str, tmp_path: Path) -> None:
+    """Its layers have names like those of the decoder; the config names them for other programs."""
+    FAMILIES["smolvlm"].write(tmp_path / "plain")
+    quantize(tmp_path / "plain", tmp_path / "new", kind, group=16)  # type: ignore[arg-type]
+    old, new = (load_file(tmp_path / each / "model.safetensors") for each in ("plain", "new"))
+    encoder = [name for name in old if name.startswith(("model.vision_model.", "model.connector."))]
+    assert all(torch.equal(new[name], old[name]) for name in encoder)
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    found = set(config["quantization_config"][listed])
+    assert "model.vision_model.encoder.layers.0.self_attn.q_proj" in found
+    assert "model.vision_model.encoder.layers.0.mlp.fc1" in found
+    assert not any(name.startswith("model.text_model.layers.") for name in found)
+
+
+class Stopped(Exception):
+    """Ends a run after its first shard."""
+
+
+class StopAtConfig(NoProgress):
+    def advance(self, what: str, num_bytes: int) -> None:
+        if what == "generation_config.json":
+            raise Stopped
+
+
+def test_files_beside_the_model_are_copied_and_those_of_a_stopped_run_are_not(
+    tmp_path: Path,
+) -> None:
+    """A killed run of another checkpoint left a shard, which has priority over an index."""
+    source, target = tmp_path / "plain", tmp_path / "new"
+    write_llama(source, dtype=torch.bfloat16, max_shard_size="60KB", hidden_size=64, head_dim=16)
+    (source / "2_Dense").mkdir()
+    beside = {"linear.weight": torch.randn(3, 3)}
+    save_file(beside, source / "2_Dense" / "model.safetensors")
+    with pytest.raises(Stopped):
+        quantize_folder(source, target, "fp8", StopAtConfig())
+    assert [each.name for each in tmp_path.iterdir()] == ["plain"]
+    left = tmp_path / "new.partial"
+    (left / "files").mkdir(parents=True)
+    (left / "lock").touch()
+    save_file(beside, left / "files" / "model.safetensors")
+    quantize(source, target, "fp8")
+    names = {path.relative_to(source).as_posix() for path in source.rglob("*")}
+    assert {path.relative_to(target).as_posix() for path in target.rglob("*")} == names
+    copied = load_file(target / "2_Dense" / "model.safetensors")
+    assert torch.equal(copied["linear.weight"], beside["linear.weight"])
+
+
+def test_codes_are_not_rounded_again(tmp_path: Path) -> None:
+    """ModelOpt names its formats in a file of its own."""
+    write_llama(tmp_path, dtype=torch.bfloat16)
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_tensors(tmp_path, lambda found: found.update({name: found[name].to(torch.float8_e4m3fn)}))
+    with pytest.raises(CheckpointError, match=rf"tensor {name} is F8_E4M3; only BF16"):
+        quantize(tmp_path, tmp_path / "new", "fp8")
+    edit_tensors(tmp_path, lambda found: found.update({name: found[name].to(torch.complex64)}))
+    with pytest.raises(CheckpointError, match=f"tensor {name}: dtype 'C64' is not supported"):
+        quantize(tmp_path, tmp_path / "new", "fp8")
 
 
 def test_what_cannot_be_quantized(tmp_path: Path) -> None:
