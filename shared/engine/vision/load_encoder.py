@@ -31,7 +31,8 @@ from shared.engine.weights.shared_weights import map_weights, weights_cache_dir
 from shared.engine.weights.weight_source import WeightSource
 from shared.tokenizer.checkpoint_file import exists, read_checkpoint_json
 
-PROCESSOR = "preprocessor_config.json"
+# Where transformers looks for an image processor, the first one before the second.
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _LEVELS = 256
 EncoderModel = SiglipEncoder | Llama4Encoder | MoonVit
 
@@ -42,8 +43,9 @@ class PixelFields(msgspec.Struct, frozen=True):
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
 
-class _PixelProcessor(msgspec.Struct, frozen=True):
-    media_proc_cfg: msgspec.Raw = msgspec.Raw()  # Kimi's place for all fields
+class _PixelProcessor(PixelFields, frozen=True):
+    media_proc_cfg: PixelFields | None = None  # Kimi's place for all fields
+    image_processor: PixelFields | None = None  # that of transformers 5
 
 
 class LoadedEncoder:
@@ -138,13 +140,12 @@ def _fill(
 
 
 def _pixel_fields(model_dir: Path) -> PixelFields:
-    path = model_dir / PROCESSOR
-    if not exists(path):
-        return PixelFields()
-    nested = bytes(read_checkpoint_json(path, _PixelProcessor).media_proc_cfg)
-    if nested:
-        return msgspec.json.decode(nested, type=PixelFields)
-    return read_checkpoint_json(path, PixelFields)
+    """Raises CheckpointError."""
+    both, alone = (
+        read_checkpoint_json(path, _PixelProcessor) if exists(path) else _PixelProcessor()
+        for path in (model_dir / name for name in PROCESSORS)
+    )
+    return both.image_processor or alone.media_proc_cfg or alone
 
 
 def _values_of_levels(pixels: PixelFields, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -13,25 +13,52 @@ from shared.tokenizer.checkpoint_file import exists, read_checkpoint_file
 from shared.transport.wire_errors import UNREADABLE
 
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
+PROCESSORS = "processor_config.json"  # of transformers 5, with those of texts and images
 HALF = (0.5, 0.5, 0.5)  # the mean and the deviation with which workers normalise
 DIGEST_BYTES = 16
 Kind = TypeVar("Kind")
 
 
-def bytes_of(path: Path) -> bytes | None:
-    """Returns None for a file that does not exist. Raises ConfigError."""
+class FoundFile(NamedTuple):
+    """`data` is a JSON document: the file, or the part of it that is about images."""
+
+    path: Path
+    data: bytes
+
+
+class _Processors(msgspec.Struct, frozen=True):
+    image_processor: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def model_file(model_dir: Path) -> FoundFile:
+    """Raises ConfigError."""
+    return _found(model_dir / CONFIG) or FoundFile(model_dir / CONFIG, b"{}")
+
+
+def processor_file(model_dir: Path) -> FoundFile | None:
+    """Returns the image processor's fields, where transformers looks for them first; None: there
+    are none. Raises ConfigError.
+    """
+    both = _found(model_dir / PROCESSORS)
+    part = b"null" if both is None else bytes(decoded(both, _Processors).image_processor)
+    if part == b"null":
+        return _found(model_dir / PROCESSOR)
+    return FoundFile(model_dir / PROCESSORS, part)
+
+
+def _found(path: Path) -> FoundFile | None:
     try:
-        return read_checkpoint_file(path) if exists(path) else None
+        return FoundFile(path, read_checkpoint_file(path)) if exists(path) else None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
-def decoded(path: Path, data: bytes, kind: type[Kind]) -> Kind:
+def decoded(file: FoundFile, kind: type[Kind]) -> Kind:
     """Raises ConfigError."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(file.data, type=kind)
     except UNREADABLE as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {file.path}: {error}") from error
 
 
 def digest_of(processor: bytes, sizes: tuple[Any, ...]) -> bytes:

@@ -9,8 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.images.families.config_files import (
-    CONFIG,
-    PROCESSOR,
+    FoundFile,
     Steps,
     check_resample,
     check_steps,
@@ -65,11 +64,11 @@ class _Idefics3Processor(Steps, frozen=True, kw_only=True):
     do_image_splitting: bool = True
 
 
-def read(model_dir: Path, model_file: bytes, processor_file: bytes) -> Idefics3Config:
+def read(model_file: FoundFile, processor_file: FoundFile) -> Idefics3Config:
     """Raises ConfigError."""
-    model = decoded(model_dir / CONFIG, model_file, _Idefics3Model)
-    path = model_dir / PROCESSOR
-    processor, vision = decoded(path, processor_file, _Idefics3Processor), model.vision_config
+    model = decoded(model_file, _Idefics3Model)
+    path = processor_file.path
+    processor, vision = decoded(processor_file, _Idefics3Processor), model.vision_config
     check_steps(processor, path)
     check_resample(processor.resample, LANCZOS, "Lanczos", path)
     _check_sizes(processor, vision, path)
@@ -79,7 +78,7 @@ def read(model_dir: Path, model_file: bytes, processor_file: bytes) -> Idefics3C
         tile_size=processor.max_image_size.longest_edge,
         tokens_per_tile=patches**2 // model.scale_factor**2,
         image_token_id=model.image_token_id,
-        digest=digest_of(processor_file, sizes),
+        digest=digest_of(processor_file.data, sizes),
         longest_edge=processor.size.longest_edge,
         is_split=processor.do_image_splitting,
     )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from services.gateway.images.families.config_files import (
-    CONFIG,
     HALF,
-    PROCESSOR,
+    FoundFile,
     decoded,
     digest_of,
 )
@@ -70,13 +68,13 @@ class _KimiProcessor(msgspec.Struct, frozen=True):
     media_proc_cfg: _Media
 
 
-def read(model_dir: Path, model_file: bytes, processor_file: bytes) -> KimiConfig | None:
+def read(model_file: FoundFile, processor_file: FoundFile) -> KimiConfig | None:
     """Returns None for a checkpoint of the text part. Raises ConfigError."""
-    model = decoded(model_dir / CONFIG, model_file, _KimiModel)
+    model = decoded(model_file, _KimiModel)
     if model.vision_config is None:
         return None
-    path = model_dir / PROCESSOR
-    media = decoded(path, processor_file, _KimiProcessor).media_proc_cfg
+    path = processor_file.path
+    media = decoded(processor_file, _KimiProcessor).media_proc_cfg
     if media.fixed_output_tokens is not None:
         raise ConfigError(f"{path}: fixed_output_tokens is not supported, only null")
     if (media.image_mean, media.image_std) != (HALF, HALF):
@@ -88,5 +86,5 @@ def read(model_dir: Path, model_file: bytes, processor_file: bytes) -> KimiConfi
         max_patches=media.in_patch_limit,
         max_patches_aside=media.patch_limit_on_one_side,
         image_token_id=model.image_token_id if token_id is None else token_id,
-        digest=digest_of(processor_file, ()),
+        digest=digest_of(processor_file.data, ()),
     )

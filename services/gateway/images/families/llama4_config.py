@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from services.gateway.images.families.config_files import (
-    CONFIG,
-    PROCESSOR,
+    FoundFile,
     Steps,
     check_resample,
     check_steps,
@@ -64,13 +62,13 @@ class _Llama4Processor(Steps, frozen=True, kw_only=True):
     resize_to_max_canvas: bool = False
 
 
-def read(model_dir: Path, model_file: bytes, processor_file: bytes) -> Llama4Config | None:
+def read(model_file: FoundFile, processor_file: FoundFile) -> Llama4Config | None:
     """Returns None for a checkpoint of the text part. Raises ConfigError."""
-    model = decoded(model_dir / CONFIG, model_file, _Llama4Model)
-    path, vision = model_dir / PROCESSOR, model.vision_config
+    model = decoded(model_file, _Llama4Model)
+    path, vision = processor_file.path, model.vision_config
     if vision is None:
         return None
-    processor = decoded(path, processor_file, _Llama4Processor)
+    processor = decoded(processor_file, _Llama4Processor)
     check_steps(processor, path)
     check_resample(processor.resample, BILINEAR, "bilinear", path)
     size = processor.size
@@ -85,7 +83,7 @@ def read(model_dir: Path, model_file: bytes, processor_file: bytes) -> Llama4Con
         tile_size=vision.image_size,
         tokens_per_tile=round(tokens),
         image_token_id=model.image_token_index,
-        digest=digest_of(processor_file, sizes),
+        digest=digest_of(processor_file.data, sizes),
         max_tiles=processor.max_patches,
         fills_canvas=processor.resize_to_max_canvas,
     )

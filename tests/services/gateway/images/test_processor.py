@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,24 @@ def drawn(width: int, height: int, mode: str = "RGB") -> Image.Image:
     bands = len(Image.new(mode, (1, 1)).getbands())
     shape = (height, width) if bands == 1 else (height, width, bands)
     return Image.fromarray(rng.integers(0, 256, shape, np.uint8), mode)
+
+
+def test_processors_that_transformers_5_writes_into_one_file_are_found(
+    config: Idefics3Config, tmp_path: Path
+) -> None:
+    """They have priority over an older file beside them."""
+    path = write_vision_dir(tmp_path)
+    older = path / "preprocessor_config.json"
+    both = {"processor_class": "SmolVLMProcessor", "image_processor": json.loads(older.read_text())}
+    (path / "processor_config.json").write_text(json.dumps(both))
+    older.write_text(json.dumps({**PREPROCESSOR, "image_mean": [0.1, 0.2, 0.3]}))
+    found = read_image_config(path)
+    assert isinstance(found, Idefics3Config)
+    assert structs.replace(found, digest=config.digest) == config
+    older.unlink()
+    assert read_image_config(path) == found
+    (path / "processor_config.json").write_text('{"image_seq_len": 64}')
+    assert read_image_config(path) is None
 
 
 @pytest.mark.parametrize("is_split", [True, False])
@@ -145,8 +164,6 @@ def test_hash_differs_by_one_level_grid_configuration_and_weights(config: Idefic
 def test_other_processors_are_refused(
     tmp_path: Path, changes: dict[str, object], reason: str
 ) -> None:
-    import json
-
     path = write_vision_dir(tmp_path)
     (path / "preprocessor_config.json").write_text(json.dumps({**PREPROCESSOR, **changes}))
     with pytest.raises(ConfigError, match=reason):

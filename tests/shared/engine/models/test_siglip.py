@@ -103,13 +103,26 @@ def test_bits_of_a_tile_depend_neither_on_others_nor_on_threads(tmp_path: Path, 
     assert alone[0][::-1] == [encoder.encode_tile(tile) for tile in tiles[::-1]]
 
 
-def test_pixels_have_the_values_of_the_processor(tmp_path: Path) -> None:
+FIELDS = '{"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.25, 1.0]}'
+
+
+@pytest.mark.parametrize(
+    ("file", "config"),
+    [
+        ("preprocessor_config.json", FIELDS),
+        ("preprocessor_config.json", f'{{"media_proc_cfg": {FIELDS}}}'),
+        ("processor_config.json", f'{{"image_processor": {FIELDS}}}'),
+    ],
+)
+def test_pixels_have_the_values_of_the_processor(tmp_path: Path, file: str, config: str) -> None:
     write_smolvlm(tmp_path)
-    config = '{"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.25, 1.0]}'
-    (tmp_path / "preprocessor_config.json").write_text(config)
+    (tmp_path / file).write_text(config)
     encoder = load_encoder(tmp_path, read_config(tmp_path).vision, "float32")
     tile = np.full((3, TILE, TILE), 255, dtype=np.uint8)
     assert encoder.normalized(tile)[:, 0, 0].tolist() == pytest.approx([1.8, 3.2, 0.7])
+    (tmp_path / file).write_text(config.replace("[0.1, 0.2, 0.3]", "null"))
+    with pytest.raises(CheckpointError, match=file):
+        load_encoder(tmp_path, read_config(tmp_path).vision, "float32")
 
 
 @pytest.mark.parametrize(
