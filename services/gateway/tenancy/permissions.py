@@ -73,6 +73,15 @@ def check_may_store(
     raise error
 
 
+def late_refusal(tenant_id: str, what: str, on_refused: OnRefused) -> PermissionDenied:
+    """Returns the error of text that the tenant's record of now does not allow any more, after the
+    request has begun.
+    """
+    error = PermissionDenied(f"{what}: its text is stored; this tenant no longer allows it")
+    on_refused(tenant_id, what, error)
+    return error
+
+
 def priority_of(tenant: TenantRecord, requested: int | None) -> int:
     """Returns the priority; a higher one goes first. A request can lower its tenant's priority, not
     raise it.

@@ -20,12 +20,12 @@ from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.models.model_names import ModelNames
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel
-from services.gateway.tenancy.errors import PermissionDenied
 from services.gateway.tenancy.permissions import (
     Latest,
     OnRefused,
     check_may_store,
     ignore_refusal,
+    late_refusal,
     may_store,
 )
 from shared.block_hash import (
@@ -145,7 +145,7 @@ class PrefixStore:
             region=self._region,
             region_classes=self._classes,
         ):
-            raise PermissionDenied("a prefix: its text is stored; this tenant no longer allows it")
+            raise late_refusal(tenant.tenant_id, "a prefix", self._on_refused)
         return await self._stored(tenant, prefix, card)
 
     async def get(self, tenant: TenantRecord, name: str) -> Prefix:

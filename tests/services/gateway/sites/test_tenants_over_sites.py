@@ -27,7 +27,7 @@ from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.sites.tenant_names import SiteTenantNames, shared_name
 from shared.store import RedisStore
-from shared.tenancy import pinned_prefix
+from shared.tenancy import audit, pinned_prefix
 from shared.tenancy.copied_tenants import CopiedTenants
 from shared.tenancy.deletion import kv_drops
 from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
@@ -192,6 +192,13 @@ async def check_late_text_is_not_stored(
     responses.save(began, ResponseRecord(id="resp_late", response=b'{"output": []}'))
     await responses.stop()
     assert not await store.sorted_set_size(response_keys(began.tenant_id)[1])
+
+    async def is_audited() -> bool:
+        lines = await audit.newest(store, 100, ["refusal"])
+        own = {each.command for each in lines if began.tenant_id in each.arguments}
+        return own >= {"refuse a prefix", "refuse a response"}
+
+    await until(is_audited)
 
 
 async def has_no_prefixes(store: RedisStore, tenant_id: str) -> bool:

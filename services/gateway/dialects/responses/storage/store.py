@@ -29,6 +29,7 @@ from services.gateway.tenancy.permissions import (
     OnRefused,
     check_may_store,
     ignore_refusal,
+    late_refusal,
     may_store,
 )
 from shared.background import Background
@@ -113,7 +114,7 @@ class ResponseStore:
         """Returns at once; a failure is counted."""
         size, latest = record.num_bytes, self._latest(tenant)
         if latest is None or not self.may_store(latest):  # since the response began
-            self._count("forbidden")
+            self._refuse(tenant)
             return
         if size > MAX_RECORD_BYTES:
             self._count("too_large")
@@ -223,7 +224,15 @@ class ResponseStore:
         finally:
             self._num_pending_bytes -= record.num_bytes
             del self._pending[tenant.tenant_id, record.id]
-        self._count(outcome)
+        if outcome == "forbidden":
+            self._refuse(tenant)
+        else:
+            self._count(outcome)
+
+    def _refuse(self, tenant: TenantRecord) -> None:
+        """Counts and records that a response is not stored, which its client has by then."""
+        self._count("forbidden")
+        late_refusal(tenant.tenant_id, "a response", self._on_refused)
 
     async def _store_once(self, tenant: TenantRecord, record: ResponseRecord) -> tuple[str, int]:
         """Returns the outcome and the number of evicted records. Raises StoreUnavailable."""

@@ -53,6 +53,7 @@ class Stored:
         self.now = 1000.0
         self.max_all_bytes = 1 << 20
         self.counts: Counter[str] = Counter()
+        self.refused: list[tuple[str, str, str]] = []
         self.redis_url = redis.url
         self.redis = RedisStore(redis.url, MonotonicClock(), timeout_s=LIMIT_S)
         self.store = ResponseStore(
@@ -64,6 +65,7 @@ class Stored:
             ttl_s=100,
             max_bytes=max_bytes,
             max_all_bytes=lambda: self.max_all_bytes,
+            on_refused=lambda *of, **_: self.refused.append((*of[:2], of[2].code)),
         )
 
     async def save(self, tenant: TenantRecord, *records: ResponseRecord) -> None:
@@ -367,6 +369,7 @@ async def test_response_that_ends_after_a_change_is_not_stored(
     record = record_of("a")
     await stored.save(tenant, record)
     assert stored.counts == {"forbidden": 1} and not await stored.is_known(tenant, record)
+    assert stored.refused == [("changed", "a response", "permission_denied")]
     if change is not None:
         unbound = {"is_zero_retention": False, "allowed_regions": None, "region_class": ""}
         await admin.change("changed", unbound)
