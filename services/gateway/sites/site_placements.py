@@ -8,11 +8,13 @@ The tokens stay here until the gateway that owns the request has acknowledged th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from services.gateway.streams.receiver import StreamEnd
+from shared.allowance import has_place
 from shared.errors import HearthError, WorkerBusy
 from shared.messages import (
     Finish,
@@ -25,6 +27,7 @@ from shared.messages import (
 )
 from shared.output.output_buffer import Output, OutputBuffer, apart
 from shared.packing import TOKEN_ID_BYTES
+from shared.subjects import site_in
 from shared.telemetry.timeline import Move
 from shared.transport.bus import failure_of
 
@@ -63,6 +66,7 @@ class SitePlacements:
         self._is_waiting = is_waiting
         self._buffer = OutputBuffer()
         self._placements: dict[bytes, SitePlacement] = {}
+        self._num_of_site = Counter[str]()
         self._on_update = on_update
 
     def __contains__(self, placement_id: bytes) -> bool:
@@ -84,8 +88,8 @@ class SitePlacements:
         """Opens the outputs of `command`, which `request` is here. Returns their receiver, which
         calls `on_computed` once a worker has computed the prompt. Raises as `check_room` does.
         """
-        self.check_room()
         placement_id, owner = command.placement_id, command.request.gateway_id
+        self.check_room(owner)
         placement = SitePlacement(placement_id, owner, worker_id, request.request_id, now)
         for choice in request.choices:
             first_position = len(choice.output_token_ids) // TOKEN_ID_BYTES
@@ -97,18 +101,23 @@ class SitePlacements:
                 region_class=request.region_class,
             )
         self._placements[placement_id] = placement
+        self._num_of_site[_site_of(owner)] += 1
         return SiteReceiver(placement, self._buffer, self._on_update, on_computed)
 
-    def check_room(self) -> None:
-        """Raises WorkerBusy if there are as many requests as may be."""
-        if len(self._placements) >= self._max_held:
+    def check_room(self, gateway_id: str) -> None:
+        """Raises WorkerBusy if there are as many requests of the gateway's site as may be."""
+        num_own, num_all = self._num_of_site[_site_of(gateway_id)], len(self._placements)
+        if not has_place(num_own, num_all, self._max_held):
             raise WorkerBusy("this gateway serves as many requests of other sites as it may")
 
     def close(self, placement_id: bytes) -> str | None:
         """Forgets a placement. Returns its request, or None if it is unknown."""
         self._buffer.drop(placement_id)
         placement = self._placements.pop(placement_id, None)
-        return None if placement is None else placement.request_id
+        if placement is None:
+            return None
+        self._num_of_site[_site_of(placement.gateway_id)] -= 1
+        return placement.request_id
 
     def close_choice(self, placement_id: bytes, choice_index: int) -> str | None:
         """Drops one choice, whose next tokens end it. Returns the request to close if no other is
@@ -227,6 +236,10 @@ class SiteReceiver:
                 finish = Finish(reason="failed", served=served, failure=failure_of(error))
                 self._buffer.add(output, (), finish)
         self._on_update()
+
+
+def _site_of(gateway_id: str) -> str:
+    return site_in(gateway_id) or ""
 
 
 def _has_ended(placement: SitePlacement) -> bool:

@@ -28,6 +28,7 @@ from services.gateway.sites.site_requests import (
     checked_regions,
     num_tokens_of,
 )
+from shared.allowance import has_place
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.errors import HearthError, UnknownPlacement, WorkerBusy
@@ -165,10 +166,11 @@ class SitePrefills:
 
     def _check(self, command: RunPrefill) -> frozenset[str] | None:
         """Returns the regions that may have the prompt; None: all. Raises HearthError."""
-        state, num_relays = self._health_monitor.state, len(self._relays)
-        if state != "ready" or num_relays >= MAX_RELAYS:
-            raise WorkerBusy(f"{self._name} is {state}, with {num_relays} prefills of other sites")
         site, now = site_in(command.decode_worker_id) or "", self._clock.now()
+        state, num_relays = self._health_monitor.state, len(self._relays)
+        num_own = sum(site_in(each.decode_id) == site for each in self._relays.values())
+        if state != "ready" or not has_place(num_own, num_relays, MAX_RELAYS):
+            raise WorkerBusy(f"{self._name} is {state}, with {num_relays} prefills of other sites")
         regions = checked_regions(command, self._health_monitor.refusals, self._region_of(site))
         check_prefill(command, self._networks)
         self._allowances.check(site, num_tokens_of(command), now)

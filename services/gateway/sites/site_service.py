@@ -235,7 +235,7 @@ class SiteService:
             site, refusals = site_in(asked.gateway_id) or "", self._health_monitor.refusals
             checked_regions(asked, refusals, self._linked.region_of(site))
             self._check_capacity()
-            self._placements.check_room()  # before the prompt is hashed
+            self._placements.check_room(asked.gateway_id)  # before the prompt is hashed
             now = self._clock.now()
             self._allowances.check(site, num_tokens_of(asked), now)
             request = self._request(command)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import msgspec
 import pytest
 
@@ -43,6 +45,24 @@ def test_other_sites_leave_room_for_the_requests_of_this_one() -> None:
         placements.open(more, request, "a/gw/00ff", 0.0)
     placements.close(bytes(16))
     placements.open(more, request, "a/gw/00ff", 0.0)
+
+
+def test_one_site_leaves_room_for_another() -> None:
+    placements, numbers = SitePlacements(lambda: None, max_held=10), count()
+
+    def fill(site: str) -> int:
+        request = submit_of("r", gateway_id=f"{site}/gw").request
+        for num_open in range(20):
+            order = StartDecode(placement_id=b"%016d" % next(numbers), request=request)
+            try:
+                placements.open(order, request, "a/gw/00ff", 0.0)
+            except WorkerBusy:
+                return num_open
+        return 20
+
+    assert [fill("b"), fill("c"), fill("b")] == [8, 2, 0]
+    placements.close(b"%016d" % 0)
+    assert [fill("b"), fill("c"), fill("d")] == [0, 1, 0]
 
 
 def test_a_gateway_with_enough_of_other_sites_hashes_no_prompt(

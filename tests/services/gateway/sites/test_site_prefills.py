@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import structlog
 
-from services.gateway.sites.site_prefills import SitePrefills
+from services.gateway.sites.site_prefills import MAX_RELAYS, SitePrefills
 from services.gateway.sites.site_requests import MAX_TOKENS_PER_S, PromptAllowances
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, NoResponders, OutsideRegions, WorkerBusy
@@ -230,6 +230,25 @@ def test_site_may_send_so_many_tokens_a_second() -> None:
         await rig.ask(run_prefill_of_site("c", placement_id=b"c" * 16), "c")
         await rig.clock.sleep(1.0)
         await rig.ask(run_prefill_of_site("a", num_tokens, placement_id=b"n" * 16))
+
+    run(main())
+
+
+def test_prefills_of_one_site_leave_room_for_another() -> None:
+    async def main() -> None:
+        rig = Rig()
+        await rig.start()
+
+        async def fill(site: str) -> int:
+            for number in range(MAX_RELAYS):
+                placement_id = f"{site} {number:014}".encode()
+                try:
+                    await rig.ask(run_prefill_of_site(site, placement_id=placement_id), site)
+                except WorkerBusy:
+                    return number
+            return MAX_RELAYS
+
+        assert [await fill("a"), await fill("c")] == [52, 10]
 
     run(main())
 
