@@ -7,6 +7,7 @@ HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE), but only files that Hearth reads: no pic
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,27 @@ from shared.errors import ConfigError
 from shared.tokenizer.checkpoint_folder import FILE_SUFFIXES
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-TEMPLATE_FOLDER = "additional_chat_templates"
+# Folders of which files are read, and how the names of these end.
+FOLDERS = {"additional_chat_templates": "a", "1_Pooling": "n"}  # .jinja, .json
 TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "README.md")
 WEIGHT_FILES = ("*.safetensors",)
 MAX_REASON_CHARS = 300
 NAMING_HEADERS = ("etag", "x-linked-etag", "x-repo-commit")  # they become names in the cache
-# Other formats of the same weights, examples: all folders but that of templates.
-NOT_OURS = (
-    "consolidated*",
-    *(f"{TEMPLATE_FOLDER[:at]}/*" for at in range(len(TEMPLATE_FOLDER))),
-    *(f"{TEMPLATE_FOLDER[:at]}[!{char}]*/*" for at, char in enumerate(TEMPLATE_FOLDER)),
-    f"{TEMPLATE_FOLDER}[!/]*",
-    f"{TEMPLATE_FOLDER}/*[!a]",
-)
+
+
+def _other_folders() -> Iterator[str]:
+    """Yields the patterns of what is in other folders than FOLDERS, by where their names differ."""
+    for start in sorted({name[:at] for name in FOLDERS for at in range(len(name))}):
+        following = "".join(name[len(start)] for name in FOLDERS if name.startswith(start))
+        yield f"{start}/*"
+        yield f"{start}[!{following}]*/*"
+    for name, end in FOLDERS.items():
+        yield f"{name}[!/]*"
+        yield f"{name}/*[!{end}]"
+
+
+# Other formats of the same weights, and examples.
+NOT_OURS = ("consolidated*", *_other_folders())
 
 
 def is_hub_id(model: Path) -> bool:

@@ -14,6 +14,7 @@ from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.supported_fields import SupportedFields
 from services.gateway.text.decoding.token_bytes import TokenBytes
 from services.gateway.text.model_files import ModelText, RankingTokens
+from shared.messages import Pooling
 from shared.tenancy.tenant import TenantRecord
 
 Requests = Sequence[GenerationRequest]
@@ -24,6 +25,7 @@ ERRORS = (400, 401, 403, 404, 413, 429, 503, 504)  # statuses that most endpoint
 class ResponseContext:
     """What an encoder needs besides the body. `model`: the name that the client sent. `created`,
     `now`: seconds since 1970. `state`: the tenant's part of the endpoint's `EndpointState`.
+    `pooling`: of embeddings.
     """
 
     merger: OutputMerger
@@ -33,6 +35,7 @@ class ResponseContext:
     created: int
     framing: Framing
     ranking: RankingTokens | None = None
+    pooling: Pooling | None = None
     now: Callable[[], float] = time.time
     state: Any = None
 

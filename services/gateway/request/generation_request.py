@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -14,6 +15,7 @@ from services.gateway.structured.grammars.constraint import OutputConstraint
 from services.gateway.structured.tools.tool import ToolOptions
 from services.gateway.tenancy.errors import ExceedsLimit
 from services.gateway.tenancy.permissions import priority_of
+from services.gateway.text.checkpoint.sentence_modules import SentenceModules, model_pooling
 from shared.block_hash import extend_chain, image_extras, root_hash
 from shared.errors import InvalidRequest, PromptTooLong
 from shared.grammar.spec import GRAMMAR_FEATURE
@@ -90,6 +92,18 @@ def check_constrained(generation: GenerationRequest) -> None:
     ):
         if is_given:
             raise InvalidRequest(f"{param} and {demand} exclude each other", param=param)
+
+
+def with_model_pooling(
+    generations: Sequence[GenerationRequest], modules: SentenceModules | None
+) -> Sequence[GenerationRequest]:
+    """Returns requests for embeddings, whose pooling the client did not choose, with that of the
+    model. Raises InvalidRequest for a model whose vectors are not served.
+    """
+    pooling = model_pooling(modules)
+    if pooling is None:
+        return generations
+    return [msgspec.structs.replace(each, pooling=pooling) for each in generations]
 
 
 def check_dimensions(generation: GenerationRequest, hidden_size: int | None) -> None:

@@ -222,6 +222,7 @@ class Submission:
             created=int(self._wall_clock()),
             framing=framing,
             ranking=None if files.ranking is None else files.ranking.tokens,
+            pooling=generations[0].pooling,
             now=self._wall_clock,
             state=None if state is None else state.of_tenant(reservation.tenant),
         )

@@ -15,6 +15,10 @@ from msgspec import Meta
 
 from services.gateway.images.config import ImageConfig, read_image_config
 from services.gateway.text.chat_template import TemplateSource
+from services.gateway.text.checkpoint.sentence_modules import (
+    SentenceModules,
+    read_sentence_modules,
+)
 from services.gateway.text.checkpoint.template_files import Templates, read_templates
 from services.gateway.text.decoding.token_table import TokenTable
 from services.gateway.text.tokenizer import PromptTokenizer
@@ -90,6 +94,7 @@ class ModelText:
     `end_token_ids`: of answers. `longest_token_chars`: None if there is no bound.
     `max_known_chars`: as of `PromptTokenizer`. `template_file`: an operator's, in place of the
     folder's chat templates; empty: none. `images`: None for a model that takes none.
+    `sentence_modules`: None for a checkpoint that is not one of sentence-transformers.
     """
 
     model_dir: str
@@ -105,6 +110,7 @@ class ModelText:
     longest_token_chars: int | None
     max_known_chars: int
     images: ImageConfig | None
+    sentence_modules: SentenceModules | None
 
 
 class ModelFiles(ModelText):
@@ -132,6 +138,7 @@ class ModelFiles(ModelText):
             longest_token_chars=self.tokenizer.longest_token_chars,
             max_known_chars=self.tokenizer.max_known_chars,
             images=_images(model_dir),
+            sentence_modules=read_sentence_modules(model_dir),
         )
         self._report_excess()
         if self.chat_template is None:

@@ -160,6 +160,11 @@ FILES = {
     "additional_chat_templates/tool_use.jinja": b"tool",
     "additional_chat_templates/other.safetensors": b"x",
     "additional_chat_templates_2/a.json": b"y",
+    "1_Pooling/config.json": b"{  }",
+    "1_Pooling/model.safetensors": b"zz",
+    "1_P/config.json": b"{   }",
+    "2_Dense/config.json": b"{    }",
+    "modules.json": b"[ ]",
     "adapter/model.safetensors": b"z",
     "a/a.json": b"aa",
     "model-00001-of-00001.safetensors": b"w" * 1000,
@@ -196,7 +201,7 @@ def test_only_files_that_hearth_reads_are_downloaded(tmp_path: Path, needs: str)
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     weights = {"model-00001-of-00001.safetensors"} if needs == "weights" else set()
     texts = {"config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "README.md"}
-    texts.add("additional_chat_templates/tool_use.jinja")
+    texts |= {"additional_chat_templates/tool_use.jinja", "modules.json", "1_Pooling/config.json"}
     assert found == texts | weights
     assert (folder / "tokenizer.json").read_bytes() == FILES["tokenizer.json"]
     assert "Fetching" in result.stderr  # the progress bar

@@ -75,6 +75,7 @@ EMBEDDINGS = GeneratingEndpoint(
     response=embeddings.EmbeddingList,
     fields=embeddings.EMBEDDING_FIELDS,
     generations=embeddings.to_generation_requests,
+    for_model=embeddings.for_model,
     is_streamed=lambda _: False,
     encoder=EmbeddingEncoder.of,
     without_prompts=partial(_without_prompts, field="input"),

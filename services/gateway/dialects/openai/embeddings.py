@@ -6,6 +6,7 @@ trained for this, which a checkpoint does not state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,9 +14,10 @@ from msgspec import Meta
 
 from services.gateway.dialects.openai.prompts import Prompts, to_prompts
 from services.gateway.dialects.openai.usage import HearthInfo
-from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.generation_request import GenerationRequest, with_model_pooling
 from services.gateway.request.sampling import MAX_INT, SamplingFields
 from services.gateway.request.supported_fields import SupportedFields
+from services.gateway.text.model_files import ModelText
 from shared.messages import Pooling
 
 MAX_INPUTS = 2048  # as at OpenAI: clients make batches of so many
@@ -33,7 +35,8 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: int | None = None
     """The length of the vectors, which can only be the model's hidden size."""
     pooling: Pooling | None = None
-    """The hidden state that becomes the vector: of the `last` token, or the `mean` of all."""
+    """The hidden state that becomes the vector: of the `last` token, or the `mean` of all; by
+    default that of the model's `modules.json`, or `last`."""
     normalize: bool | None = None
     """Whether vectors have the length 1; by default true."""
     add_special_tokens: bool | None = None
@@ -73,6 +76,15 @@ def to_generation_requests(body: EmbeddingRequest, default_model: str) -> list[G
         )
         for prompt in prompts
     ]
+
+
+def for_model(
+    body: EmbeddingRequest, generations: Sequence[GenerationRequest], files: ModelText
+) -> Sequence[GenerationRequest]:
+    """Raises InvalidRequest for a model whose own vectors are not served."""
+    if body.pooling is not None:
+        return generations
+    return with_model_pooling(generations, files.sentence_modules)
 
 
 # ── responses ────────────────────────────────────────────────────────────────────────────────────

@@ -1,6 +1,7 @@
 """Pairs of a query and a document, and the requests by which a model scores them.
 
-any model               embeddings of the last token, one of each text: their cosine is the score
+any model               embeddings, of the last token unless its files name another pooling, one of
+                        each text: their cosine is the score
 a reranking checkpoint  a question about each pair, whose answer is yes or no: the score is the
                         softmax of the two logits
 """
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.generation_request import GenerationRequest, with_model_pooling
 from services.gateway.request.prompt import ChatPrompt, TextPrompt
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.text.model_files import ModelText, RankingTokens
@@ -102,7 +103,7 @@ def requests_for_model(
         if pairs.instruction is not None:
             reason = "only a reranking model follows an instruction"
             raise InvalidRequest(f"instruction: {reason}", param="instruction")
-        return generations
+        return with_model_pooling(generations, files.sentence_modules)
     if ranking.tokens is None or files.chat_template is None:
         reason = "this reranking model has no chat template, or no tokens for yes and no"
         raise InvalidRequest(f"model: {reason}", param="model")

@@ -59,7 +59,7 @@ def _encoder(body: RunRequest, context: ResponseContext) -> Encoder:
     return WorkersAIEmbeddingEncoder(
         framing,
         context.merger,
-        body.pooling or DEFAULT_POOLING,
+        context.pooling or DEFAULT_POOLING,
         is_normalized=body.normalize is not False,
     )
 

@@ -40,7 +40,7 @@ from services.gateway.request.conversation import (
     Turn,
     chat_prompt,
 )
-from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.generation_request import GenerationRequest, with_model_pooling
 from services.gateway.request.prompt import ChatPrompt, TextPrompt
 from services.gateway.request.sampling import Limit, SamplingFields
 from services.gateway.request.supported_fields import FOREIGN_FIELDS, HARMLESS_FIELDS
@@ -220,11 +220,15 @@ def to_generation_requests(body: RunRequest, model: str) -> list[GenerationReque
 def for_model(
     body: RunRequest, generations: Sequence[GenerationRequest], files: ModelText
 ) -> Sequence[GenerationRequest]:
-    """Returns the requests by which the model ranks contexts, if the body has some. Raises
-    InvalidRequest.
+    """Returns the requests by which the model ranks contexts, if the body has some, or embeds
+    texts. Raises InvalidRequest.
     """
     pairs = body.pairs
-    return generations if pairs is None else requests_for_model(pairs, generations, files)
+    if pairs is not None:
+        return requests_for_model(pairs, generations, files)
+    if not body.is_embedding or body.pooling is not None:
+        return generations
+    return with_model_pooling(generations, files.sentence_modules)
 
 
 def without_prompts(body: RunRequest, count: int) -> RunRequest:

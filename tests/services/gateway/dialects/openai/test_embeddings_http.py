@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from array import array
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,10 @@ from services.gateway.output.embedding_vector import normalized
 from services.gateway.request import submission
 from services.gateway.request.generation_request import check_dimensions
 from services.gateway.streams.queued_openings import MAX_OPEN, MAX_TENANT_OPEN
+from services.gateway.text.checkpoint.sentence_modules import (
+    SentenceModules,
+    read_sentence_modules,
+)
 from shared.errors import InvalidRequest, PayloadTooLarge
 from shared.messages import Finish, Request, Served
 from shared.packing import unpack_token_ids
@@ -24,6 +30,7 @@ from tests.services.gateway.peer import EMBEDDING
 from tests.services.gateway.samples import sample_sum
 from tests.services.gateway.streams.test_recovery_http import WAIT_S
 from tests.support.grids import in_one_test
+from tests.support.services.model_dir import write_model_dir
 from tests.support.waiting import until
 
 ROUTE = "/v1/embeddings"
@@ -57,6 +64,102 @@ async def test_extensions(cluster: Cluster) -> None:
     body = await embed(cluster, pooling="mean", normalize=False, dimensions=4)
     assert body["data"][0]["embedding"] == list(EMBEDDING)
     assert (await cluster.scheduler.submits.get()).request.pooling == "mean"
+
+
+def of_sentences(folder: Path, *, kind: str = "Normalize", **pooling: Any) -> Path:
+    """Writes the files of sentence-transformers beside a model's."""
+    write_model_dir(folder)
+    own = [("", "Transformer"), ("1_Pooling", "Pooling"), (f"2_{kind}", kind)]
+    modules = [
+        {"idx": at, "path": path, "type": f"sentence_transformers.models.{each}"}
+        for at, (path, each) in enumerate(own)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    config = {"word_embedding_dimension": 4, "include_prompt": True, **pooling}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+MEAN, LAST = "pooling_mode_mean_tokens", "pooling_mode_lasttoken"
+
+
+@in_one_test(
+    ("written", "expected"),
+    [
+        ({MEAN: False, LAST: True, "pooling_mode_cls_token": False}, SentenceModules("last")),
+        ({MEAN: True, LAST: False}, SentenceModules("mean")),
+        ({}, SentenceModules("mean")),  # the default of sentence-transformers
+        ({"pooling_mode": "lasttoken"}, SentenceModules("last")),
+        ({"pooling_mode": ["mean"]}, SentenceModules("mean")),
+        ({MEAN: False, "pooling_mode_cls_token": True}, "pooling by cls_token is not supported"),
+        ({MEAN: True, LAST: True}, "pooling by mean_tokens and lasttoken is not supported"),
+        ({MEAN: False}, "pooling by nothing"),
+        ({"kind": "Dense"}, "modules.json has a Dense, which is not supported"),
+    ],
+)
+def test_pooling_of_a_checkpoint(tmp_path: Path, written: dict[str, Any], expected: Any) -> None:
+    found = read_sentence_modules(of_sentences(tmp_path, **written))
+    assert found is not None
+    if isinstance(expected, str):
+        assert found.pooling is None and expected in found.reason
+    else:
+        assert found == expected
+
+
+def test_modules_that_cannot_be_read(tmp_path: Path) -> None:
+    def reason() -> str:
+        found = read_sentence_modules(tmp_path)
+        assert found is not None and found.pooling is None
+        return found.reason
+
+    of_sentences(tmp_path)
+    (tmp_path / "1_Pooling" / "config.json").unlink()
+    assert reason() == "cannot read 1_Pooling/config.json: No such file or directory"
+    modules = tmp_path / "modules.json"
+    modules.write_text(modules.read_text().replace("1_Pooling", ".."))
+    assert reason() == "modules.json has no Pooling in a folder of its own, or several"
+    modules.write_text("{")
+    assert reason() == "cannot read modules.json: Expected `array`, got `object`"
+    modules.unlink()
+    assert read_sentence_modules(tmp_path) is None
+
+
+async def test_pooling_is_that_of_the_checkpoint(tmp_path: Path, cluster: Cluster) -> None:
+    """In all dialects, unless a request names one."""
+    model_dir = of_sentences(tmp_path)
+    run = "/accounts/tenant-1/ai/run/tiny"
+    pairs = {"query": "a", "documents": ["b"]}
+
+    async def poolings(http: Any, route: str, body: dict[str, Any]) -> set[str | None]:
+        del cluster.scheduler.submitted[:]
+        response = await http.post(route, json=body)
+        assert response.status_code == 200, response.text
+        return {each.request.pooling for each in cluster.scheduler.submitted}
+
+    async with cluster.beside(model_dir=model_dir, model_name="tiny") as beside:
+        for route, body in ((ROUTE, {"input": "a"}), ("/v1/rerank", pairs), (run, {"text": "a"})):
+            assert await poolings(beside.http, route, body) == {"mean"}
+        assert await poolings(beside.http, ROUTE, {"input": "a", "pooling": "last"}) == {"last"}
+    of_sentences(tmp_path, **{MEAN: False, LAST: True})
+    async with cluster.beside(model_dir=model_dir, model_name="tiny") as beside:
+        assert await poolings(beside.http, run, {"text": "a"}) == {"last"}
+        found = await beside.http.post(run, json={"text": "a"})
+        assert found.json()["result"]["pooling"] == "last"
+
+
+async def test_vectors_of_further_layers_are_refused(tmp_path: Path, cluster: Cluster) -> None:
+    model_dir, pairs = of_sentences(tmp_path, kind="Dense"), {"query": "a", "documents": ["b"]}
+    async with cluster.beside(model_dir=model_dir, model_name="tiny") as beside:
+        for route, body in (
+            (ROUTE, {"input": "a"}),
+            ("/v1/rerank", pairs),
+        ):
+            response = await beside.http.post(route, json=body)
+            check_envelope(response, 400, "invalid_request", "model")
+            assert "modules.json has a Dense, which is not supported" in response.text
+        response = await beside.http.post(ROUTE, json={"input": "a", "pooling": "last"})
+        assert response.status_code == 200
 
 
 async def test_base64_is_little_endian_fp32(cluster: Cluster) -> None:
