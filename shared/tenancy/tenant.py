@@ -75,7 +75,7 @@ local function may_store(tenants_key, copies_key, tenant, created_at, region, cl
   if class ~= '' and not string.find(classes, ',' .. class .. ',', 1, true) then return false end
   if type(record.allowed_regions) ~= 'table' then return true end
   for _, each in ipairs(record.allowed_regions) do
-    if each == region then return true end
+    if each == region and region ~= '' then return true end
   end
   return false
 end

@@ -30,9 +30,12 @@ def check_regions(tenant: TenantRecord) -> None:
 
 
 def may_store(tenant: TenantRecord, region: str) -> bool:
-    """Returns whether a gateway of this region may store the tenant's text, and read it again."""
+    """Returns whether a gateway of this region may store the tenant's text, and read it again. One
+    without a region is in none.
+    """
     regions = tenant.allowed_regions
-    return not tenant.is_zero_retention and (regions is None or region in regions)
+    is_allowed = regions is None or (bool(region) and region in regions)
+    return is_allowed and not tenant.is_zero_retention
 
 
 # Returns the record that a tenant has by now, and None for a tenant that is not here any more.

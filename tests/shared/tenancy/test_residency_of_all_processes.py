@@ -13,16 +13,20 @@ from services.gateway.streams.changed_regions import ChangedRegions
 from services.gateway.tenancy.errors import NoRegionAllowed
 from services.gateway.tenancy.region_changes import changed_regions
 from services.gateway.tenancy.region_rule import RegionRule
+from shared.clock import MonotonicClock
 from shared.errors import OutsideRegions
 from shared.kv_wire.link import PushBounds
 from shared.messages import PinPrefix, Request
 from shared.regions.region_classes import RegionClasses
+from shared.store import RedisStore
 from shared.tenancy.deletion.kv_drops import KvDrop
 from shared.tenancy.deletion.site_drops import orders_for
 from shared.tenancy.refusals import Check, Refusals
 from shared.tenancy.residency import may_hold, regions_of
-from shared.tenancy.tenant import TenantRecord
+from shared.tenancy.tenant import MAY_STORE_LUA, RECORD_KEYS, TenantRecord, class_argument
 from tests.services.gateway.streams.test_streams import request
+from tests.support.servers import RedisServer
+from tests.support.waiting import LIMIT_S
 
 REGIONS = ("fr", "de", "us", "jp", "br", "za")
 CHECKS: tuple[Check, ...] = ("scheduler", "decode", "prefill", "pin", "kv_push", "site", "trace")
@@ -46,6 +50,8 @@ class World:
 
     def tenant(self) -> TenantRecord:
         allowed = tuple(self.some(0)) if self.draw.random() < 0.7 else None
+        if allowed is not None and self.draw.random() < 0.1:
+            allowed += ("",)  # of no process
         region_class = self.draw.choice(self.class_names)
         return TenantRecord(tenant_id="t", allowed_regions=allowed, region_class=region_class)
 
@@ -101,6 +107,44 @@ def test_what_a_check_lets_pass_is_in_the_tenants_regions(seed: int) -> None:
                     assert passes(refusals, check, sent) is is_allowed
                     assert passes(refusals, check, pin) is is_allowed
                 assert sum(refusals.totals.values()) == (0 if is_allowed else 2 * len(CHECKS))
+
+
+# KEYS: all tenants, all copies. ARGV: the tenant, its record, when it was created, then pairs of a
+# region and its classes.
+STORES_LUA = (
+    MAY_STORE_LUA
+    + """
+local found = {}
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+for i = 4, #ARGV, 2 do
+  local may = may_store(KEYS[1], KEYS[2], ARGV[1], ARGV[3], ARGV[i], ARGV[i + 1])
+  found[#found + 1] = may and 1 or 0
+end
+return found
+"""
+)
+
+
+async def test_redis_stores_text_in_the_tenants_regions_alone(redis_server: RedisServer) -> None:
+    """Whatever gateways check, and whichever record they began with."""
+    store = RedisStore(redis_server.scratch_url, MonotonicClock(), timeout_s=LIMIT_S)
+    regions = (*REGIONS, "")
+    for world in map(World, SEEDS):
+        for tenant in (world.tenant(), *world.changes()):
+            is_kept = world.draw.random() < 0.8
+            tenant = msgspec.structs.replace(tenant, is_zero_retention=not is_kept)
+            named = ((each, class_argument(world.classes.with_region(each))) for each in regions)
+            arguments = [
+                "t",
+                msgspec.json.encode(tenant),
+                0.0,
+                *(a for pair in named for a in pair),
+            ]
+            found = await store.evaluate(STORES_LUA, RECORD_KEYS, arguments)
+            assert [bool(each) for each in found] == [
+                is_kept and may_hold(tenant, each, world.classes) for each in regions
+            ], tenant
+    await store.close()
 
 
 @pytest.mark.parametrize("seed", SEEDS[::10])

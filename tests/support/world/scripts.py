@@ -260,7 +260,8 @@ def _may_store(
         return False
     if record.region_class and f",{record.region_class}," not in classes:
         return False
-    return record.allowed_regions is None or region in record.allowed_regions
+    allowed = record.allowed_regions
+    return allowed is None or (region != "" and region in allowed)
 
 
 def _copied(data: bytes) -> TenantRecord:

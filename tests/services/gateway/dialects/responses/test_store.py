@@ -96,7 +96,7 @@ async def stored(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Stored]:
     monkeypatch.setattr(stores, "READ_AGAIN_S", 0.0)
-    made = Stored(redis_server, max_bytes=3000)
+    made = Stored(redis_server, region="mars", max_bytes=3000)
     yield made
     await made.close()
 
@@ -375,7 +375,7 @@ async def test_response_that_ends_after_a_change_is_not_stored(
         await admin.change("changed", unbound)
         await stored.save(tenant, record)
         assert await stored.is_known(tenant, record)
-        await admin.change("changed", {"allowed_regions": [""]})
+        await admin.change("changed", {"allowed_regions": ["mars"]})
         await stored.save(tenant, record)
         assert await stored.is_known(tenant, record)
 
@@ -383,11 +383,11 @@ async def test_response_that_ends_after_a_change_is_not_stored(
 async def test_repeated_change_of_regions_deletes_again(stored: Stored) -> None:
     """As after one whose deletion failed."""
     admin, record = TenantAdmin(stored.redis, lambda: 0.0), record_of("a")
-    tenant = await admin.add("changed", {"allowed_regions": [""]}, "key")
+    tenant = await admin.add("changed", {"allowed_regions": ["mars"]}, "key")
     await stored.save(tenant, record)
     await admin.change("changed", {"weight": 2.0})
     assert await stored.is_known(tenant, record)
-    await admin.change("changed", {"allowed_regions": [""]})
+    await admin.change("changed", {"allowed_regions": ["mars"]})
     assert not await stored.is_known(tenant, record)
 
 
