@@ -60,14 +60,18 @@ def _all_ready(
         if (line := stopped.check(handles)) is not None:
             raise GroupLost(line)
         for each in ended(handles, min(remaining_s, TICK_S)):
-            message = each.receive() if each.rank not in found else None
-            if isinstance(message, Ready):
-                found[each.rank] = message.identity
-                links += message.links
-            elif isinstance(message, LoadingPhase):
-                on_loading(message)
-            elif isinstance(message, Failed):
-                raise GroupLost(f"rank {each.rank} failed: {message.line}")
-            elif (reason := failure_of([each])) is not None:
-                raise GroupLost(reason)
+            if each.rank in found:
+                if (reason := failure_of([each])) is not None:
+                    raise GroupLost(reason)
+                continue
+            match each.receive():
+                case Ready() as message:
+                    found[each.rank] = message.identity
+                    links += message.links
+                case LoadingPhase() as message:
+                    on_loading(message)
+                case Failed(line=line):
+                    raise GroupLost(f"rank {each.rank} failed: {line}")
+                case None if each.has_ended():
+                    raise GroupLost(f"rank {each.rank} ended: {each.ending()}")
     return found, links

@@ -21,10 +21,18 @@ from shared.engine.parallel.mesh import LocalMesh
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.frames import FrameSocket, SocketReader, SocketWriter
 from shared.engine.parallel.processes.group import RankGroup
+from shared.engine.parallel.processes.handshake import shake_hands
 from shared.engine.parallel.processes.host_ranks import HostRanks
 from shared.engine.parallel.processes.join import HostConnections, HostListener, open_connections
-from shared.engine.parallel.processes.rank_messages import RankAlive, encode
+from shared.engine.parallel.processes.rank_messages import (
+    RankAlive,
+    RankIdentity,
+    Ready,
+    ToLeader,
+    encode,
+)
 from shared.engine.parallel.processes.records import Record, StepGap
+from shared.engine.parallel.processes.remote_rank import RemoteHandle
 from shared.engine.parallel.processes.ring import RingWriter
 from shared.engine.parallel.processes.watchdog import GroupLost
 from shared.engine.parallel.transport.collectives import serve_store
@@ -194,6 +202,26 @@ def test_record_that_has_room_is_sent_without_waiting(connect: Connect, num_byte
         writer.write(record)
         num_sent += 1
     assert (num_sent > 0) is (num_bytes <= 10_000)
+
+
+def test_rank_may_become_ready_right_after_its_host_said_that_it_is_alive(
+    connect: Connect,
+) -> None:
+    """The leader has just found nothing else when the message comes."""
+    theirs, ours = connect()
+    peer, ready = FrameSocket(theirs, 1.0), Ready(RankIdentity("a", "b", "c", "d"))
+
+    class Rank(RemoteHandle):
+        def receive(self) -> ToLeader | None:
+            found = super().receive()
+            if found is None:
+                peer.send(encode(ready))
+            return found
+
+    handle = Rank(1, "other", ours, limit_s=1.0, silent_s=WAIT_S)
+    peer.send(encode(RankAlive()))
+    assert select.select([ours], [], [], WAIT_S)[0]
+    shake_hands([handle], WAIT_S, lambda phase: None)
 
 
 def test_host_does_not_wait_until_the_leader_takes_an_answer(connect: Connect) -> None:
