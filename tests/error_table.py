@@ -18,7 +18,7 @@ import services.gateway.nats_api.errors
 import services.gateway.tenancy.errors
 import shared.errors
 import shared.store
-import shared.tenancy.pinned_prefix
+import shared.tenancy.prefixes.pinned_prefix
 from benchmarks.readme_table import replaced
 from services.gateway.dialects.workers_ai.errors import number_of
 from services.gateway.reference.error_meanings import MEANING, descendants
@@ -37,7 +37,7 @@ MODULES = (
     services.gateway.tenancy.errors,
     services.gateway.dialects.workers_ai.errors,
     services.gateway.dialects.workers_ai.model_id,
-    shared.tenancy.pinned_prefix,
+    shared.tenancy.prefixes.pinned_prefix,
 )
 # raised at startup, never in a response
 STARTUP_ONLY = {"config_error", "checkpoint_error", "name_in_use"}

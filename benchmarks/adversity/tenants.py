@@ -19,7 +19,7 @@ from benchmarks.adversity.attacks import NUM_PREFIXES, rejected
 from benchmarks.adversity.turns import Run, attacker, started, watched
 from benchmarks.report import Bar, at_least, at_most
 from benchmarks.stop_strings import measure as measure_stop_strings
-from shared.tenancy.pinned_prefix import MAX_PER_TENANT
+from shared.tenancy.prefixes.pinned_prefix import MAX_PER_TENANT
 
 MIB = 1 << 20
 MAX_GAP_MS = 50.0

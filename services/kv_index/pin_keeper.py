@@ -28,7 +28,7 @@ from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.store import Store, StoreRejected, StoreUnavailable
 from shared.subjects import is_at_site
 from shared.subjects import pins as pins_of
-from shared.tenancy import pinned_prefix
+from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.residency import class_on_bus, regions_of
 from shared.tenancy.tenant_copy import present_record
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from shared.store import Store, StoreUnavailable
-from shared.tenancy import pinned_prefix
+from shared.tenancy.prefixes import pinned_prefix
 
 log = structlog.get_logger(__name__)
 

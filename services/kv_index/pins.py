@@ -10,7 +10,7 @@ from msgspec import structs
 from shared.block_hash import extend_chain, image_extras, public_root, root_hash
 from shared.messages import ModelCard, PinPrefix
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
-from shared.tenancy.pinned_prefix import PinnedPrefix, request_of_prefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix, request_of_prefix
 
 PIN_LEASE_S = 15.0
 

@@ -32,7 +32,7 @@ from shared.block_hash import PUBLIC_TENANT_ID
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.store import Command, Store, StoreRejected, StoreUnavailable
 from shared.tenancy.deletion.tenant_data import prefix_records_of
-from shared.tenancy.pinned_prefix import record_key
+from shared.tenancy.prefixes.pinned_prefix import record_key
 
 log = structlog.get_logger(__name__)
 

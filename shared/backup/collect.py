@@ -29,11 +29,12 @@ from shared.block_hash import PUBLIC_TENANT_ID
 from shared.errors import ConfigError
 from shared.model_registry.record import REGISTRY
 from shared.store import Store, reading_reply
-from shared.tenancy import audit, pinned_prefix
+from shared.tenancy import audit
 from shared.tenancy.declared_classes import REGION_CLASSES
 from shared.tenancy.deletion import kv_drops, retractions, site_drops
 from shared.tenancy.deletion.tenant_data import usage_keys
 from shared.tenancy.model_alias import ALIASES, aliases_of
+from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.site_usage import TENANT_SITES, USAGE_UNSENT, tenant_and_day
 from shared.tenancy.stored_responses import response_keys
 from shared.tenancy.tenant import (

@@ -31,11 +31,11 @@ from shared.backup.retract import Retracted
 from shared.errors import ConfigError
 from shared.model_registry.record import REGISTRY, REGISTRY_VERSION
 from shared.store import Command, Store, packed_for_lua
-from shared.tenancy import pinned_prefix
 from shared.tenancy.deletion import kv_drops, retractions
 from shared.tenancy.deletion.kv_drops import DropReason
 from shared.tenancy.deletion.retractions import RetentionChanged, Retraction, TenantRemoved
 from shared.tenancy.model_alias import ALIASES, aliases_of
+from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.tenant import (
     GENERATION,
     TENANTS,

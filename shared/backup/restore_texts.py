@@ -14,8 +14,8 @@ from shared.backup.records import Stored, StoredPrefix, StoredResponse, StoredTe
 from shared.backup.retract import Retracted, allows_texts
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.store import Store
-from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import AllPrefixesFull, PinnedPrefix, TooManyPrefixes
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import AllPrefixesFull, PinnedPrefix, TooManyPrefixes
 from shared.tenancy.stored_responses import response_keys
 from shared.tenancy.tenant import (
     RECORD_KEYS,

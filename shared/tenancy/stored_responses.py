@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shared.store import Store
-from shared.tenancy.pinned_prefix import key_part
+from shared.tenancy.prefixes.pinned_prefix import key_part
 
 MAX_AT_ONCE = 256  # records in one step of Redis
 RECORD_BYTES = 1024  # memory of Redis for a record besides its data

@@ -20,10 +20,11 @@ from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore, Store
 from shared.subjects import SITE_SEPARATOR
-from shared.tenancy import pinned_prefix, stored_responses
+from shared.tenancy import stored_responses
 from shared.tenancy.declared_classes import check_declared
 from shared.tenancy.deletion import kv_drops, retractions
 from shared.tenancy.deletion.tenant_removal import REMOVAL_S, removing
+from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.rate_limit import (
     APPLY_LUA,
     LEASE_S,

@@ -25,8 +25,8 @@ from services.scheduler.service import SchedulerService
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig
 from shared.errors import HearthError
 from shared.packing import pack_token_ids
-from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant import TenantRecord
 from shared.tenancy.tenant_admin import store_api_key
 from tests.support.world.bus import SimulatedNetwork

@@ -23,7 +23,7 @@ from shared import messages
 from shared.clock import MonotonicClock
 from shared.kv_wire import frames
 from shared.store import RedisStore
-from shared.tenancy import pinned_prefix
+from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.cli.in_process import call_hearth
 from tests.skew.contract import breaks, parsed

@@ -27,14 +27,14 @@ from shared.model_registry.record import RegisteredModel
 from shared.subjects import CredentialRole, api_permissions, permissions
 from shared.tenancy import (
     home_tenants,
-    pinned_prefix,
     rate_limit,
     site_usage,
     stored_responses,
     tenant,
 )
 from shared.tenancy.model_alias import ModelAlias
-from shared.tenancy.pinned_prefix import Entry, PinnedPrefix
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import Entry, PinnedPrefix
 from shared.tenancy.tenant import ApiKeyRecord, TenantRecord
 from shared.tenancy.tenant_copy import TenantCopy
 from shared.tls import TlsFiles

@@ -13,8 +13,8 @@ from services.cli.output import plain_table, table_console, with_store
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.errors import ConfigError
 from shared.store import Store
-from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import (
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import (
     MAX_PER_TENANT,
     NAME_PATTERN,
     Entry,

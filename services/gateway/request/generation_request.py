@@ -9,7 +9,6 @@ import msgspec
 
 from services.gateway.request.conversation import ReasoningOptions
 from services.gateway.request.prompt import ChatPrompt, PackedPrompt, Prompt, min_tokens
-from services.gateway.request.public_prefixes import PromptChain, PublicPrefixes
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.structured.grammars.constraint import OutputConstraint
 from services.gateway.structured.tools.tool import ToolOptions
@@ -23,6 +22,7 @@ from shared.grammar.thinking import THINKING_FEATURE
 from shared.messages import Choice, ImagePart, ModelCard, Pooling, Request, SamplingParams
 from shared.packing import TOKEN_ID_BYTES, pack_hashes, pack_token_ids
 from shared.pixels.pixel_frames import IMAGES_FEATURE
+from shared.tenancy.prefixes.public_prefixes import PromptChain, PublicPrefixes
 from shared.tenancy.tenant import TenantRecord
 
 # Bytes of a message besides tokens, hashes and sampling: ids, the scheduler's additions.

@@ -25,7 +25,6 @@ from services.gateway.request.prompt import (
     echo_of,
     token_ids_of,
 )
-from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.structured.grammars.grammar_request import CheckedPlan
 from services.gateway.structured.grammars.thinking import (
     TAIL_TOKENS,
@@ -47,6 +46,7 @@ from shared.messages import Request
 from shared.output.packed_logprobs import MAX_LOGPROB_BYTES, packed_bytes
 from shared.randomness import Randomness
 from shared.secrets.root_key import root_key_of
+from shared.tenancy.prefixes.public_prefixes import PublicPrefixes
 from shared.tenancy.tenant import TenantRecord
 
 CONTEXT_TOKENS = 8  # last prompt tokens that the detokenizer needs to continue the text

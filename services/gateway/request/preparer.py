@@ -42,7 +42,6 @@ from services.gateway.request.prompt import (
     TokenPrompt,
     naming_field_of,
 )
-from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.structured.grammars.grammar_request import CheckedPlan
 from services.gateway.text.named_model import model_at_an_edge, named_model
 from services.gateway.text.process_jobs import (
@@ -55,6 +54,7 @@ from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.packing import unpack_token_ids
 from shared.randomness import Randomness
+from shared.tenancy.prefixes.public_prefixes import PublicPrefixes
 from shared.tenancy.tenant import TenantRecord
 
 MAX_INLINE_NAMED_BYTES = 64 * 1024  # bytes of a body that is read for its model, in up to 0.6 ms

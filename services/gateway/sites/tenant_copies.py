@@ -20,10 +20,10 @@ from shared.errors import HearthError
 from shared.messages import ReadTenantCopies, SignedCopy, TenantCopies
 from shared.store import Command, Store, StoreUnavailable, reading_reply
 from shared.telemetry.log_limit import LogLimit
-from shared.tenancy import pinned_prefix
 from shared.tenancy.copied_tenants import CopiedTenants, CopyChanges
 from shared.tenancy.deletion.kv_drops import DropReason
 from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
+from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.tenant import TENANT_COPIES
 from shared.tenancy.tenant_copy import SITE_KEYS, CopyRejected
 from shared.transport.wire_errors import UNREADABLE

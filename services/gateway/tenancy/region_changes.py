@@ -17,7 +17,7 @@ from shared.background import failing_alone
 from shared.clock import Clock
 from shared.errors import ConfigError
 from shared.store import Store, StoreUnavailable
-from shared.tenancy import pinned_prefix
+from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.tenant import (
     GENERATION,
     TENANTS,

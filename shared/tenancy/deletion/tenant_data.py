@@ -7,9 +7,10 @@ from datetime import UTC, datetime, timedelta
 
 from shared.store import Command, Store
 from shared.subjects import at_site
-from shared.tenancy import pinned_prefix, stored_responses
+from shared.tenancy import stored_responses
 from shared.tenancy.model_alias import aliases_of
-from shared.tenancy.pinned_prefix import key_part
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import key_part
 from shared.tenancy.site_usage import (
     TENANT_SITES,
     USAGE_UNSENT,

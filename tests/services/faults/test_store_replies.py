@@ -18,7 +18,7 @@ from services.gateway.tenancy.usage_counter import FLUSH_S, RUNNING_S, UsageCoun
 from shared.background import Background, num_failed_items
 from shared.config import GatewayConfig
 from shared.randomness import SystemRandomness
-from shared.tenancy import pinned_prefix
+from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.tenant import TenantRecord
 from tests.services.faults.test_item_faults import ERRORS
 from tests.services.kv_index.rig import Rig

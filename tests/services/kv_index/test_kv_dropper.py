@@ -13,10 +13,10 @@ from shared.messages import MAX_DROPPED_TENANTS, CountTenantKv, Role, TenantKvCo
 from shared.sites.tenant_names import names_of
 from shared.store import StoreUnavailable
 from shared.subjects import tenant_kv
-from shared.tenancy import pinned_prefix
 from shared.tenancy.deletion import kv_drops, tenant_data
 from shared.tenancy.deletion.kv_drops import KvDrop, OrderedDrop
 from shared.tenancy.deletion.tenant_data import DELETE_RECORDS_LUA
+from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.kv_index.rig import Rig, block, eventually
 from tests.services.kv_index.test_pin_keeper import NUM_BLOCKS, new_prefix

@@ -26,8 +26,8 @@ from shared.messages import (
 )
 from shared.packing import pack_token_ids, unpack_hashes
 from shared.subjects import MATCH
-from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import PinnedPrefix, PrefixImage
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix, PrefixImage
 from shared.tenancy.tenant import TENANT_COPIES, TENANTS, TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.tenancy.tenant_copy import SigningKey, TenantCopy

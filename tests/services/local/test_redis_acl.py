@@ -29,7 +29,7 @@ PASSWORD = "a secret of the role"
 SOURCES = {
     "gateway": ("services/gateway", "shared/tenancy", "shared/model_registry"),
     "kv_index": (
-        *("services/kv_index", "shared/tenancy/pinned_prefix.py"),
+        *("services/kv_index", "shared/tenancy/prefixes/pinned_prefix.py"),
         *("shared/tenancy/audit.py", "shared/tenancy/deletion/kv_drops.py"),
     ),
     "host": ("shared/model_registry",),

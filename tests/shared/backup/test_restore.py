@@ -17,12 +17,13 @@ from shared.backup.restore_texts import Restored
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore
-from shared.tenancy import audit, pinned_prefix
+from shared.tenancy import audit
 from shared.tenancy.deletion import kv_drops, retractions, site_drops
 from shared.tenancy.deletion.kv_drops import DropProgress
 from shared.tenancy.deletion.tenant_removal import TenantRemoval, removing
 from shared.tenancy.model_alias_admin import ModelAliasAdmin
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant import GENERATION, TENANTS, usage_of
 from shared.tenancy.tenant_admin import TenantAdmin, key_id_of
 from tests.support.servers import RedisServer

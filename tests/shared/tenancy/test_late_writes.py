@@ -16,7 +16,6 @@ from shared.clock import MonotonicClock
 from shared.errors import ConfigError, InvalidRequest, Overloaded
 from shared.messages import SignedCopy
 from shared.store import RedisStore
-from shared.tenancy import pinned_prefix
 from shared.tenancy.deletion import kv_drops, site_drops
 from shared.tenancy.deletion.kv_drops import DropProgress
 from shared.tenancy.deletion.tenant_removal import (
@@ -26,7 +25,8 @@ from shared.tenancy.deletion.tenant_removal import (
     removing,
 )
 from shared.tenancy.home_tenants import read_home_tenants
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
 from shared.tenancy.site_usage import TENANT_SITES, USAGE_UNSENT, record_totals, usage_at
 from shared.tenancy.tenant import TENANT_COPIES, TenantRecord, api_key_record, keys_of, usage_of
 from shared.tenancy.tenant_admin import TenantAdmin

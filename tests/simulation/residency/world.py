@@ -11,9 +11,9 @@ from services.gateway.tenancy.permissions import may_store
 from shared.errors import ConfigError
 from shared.packing import pack_token_ids
 from shared.store import Command
-from shared.tenancy import pinned_prefix
 from shared.tenancy.declared_classes import declare_classes
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
 from shared.tenancy.refusals import Refusals
 from shared.tenancy.residency import may_hold
 from shared.tenancy.tenant import TenantRecord

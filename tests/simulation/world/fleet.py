@@ -20,8 +20,8 @@ from shared.messages import ChangeRoles, Done, Role
 from shared.packing import pack_token_ids
 from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.subjects import lifecycle
-from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from tests.simulation.checks.excuses import TWIN_GONE_S, Trouble
 from tests.simulation.checks.monitor import Monitor, tasks_left

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from services.kv_index.index import SyncState
 from services.kv_index.registry import HOLDER
 from services.scheduler.service import SchedulerService
-from shared.tenancy.pinned_prefix import record_key
+from shared.tenancy.prefixes.pinned_prefix import record_key
 
 if TYPE_CHECKING:
     from services.kv_index.index import PrefixIndex

@@ -23,7 +23,7 @@ from shared.tenancy.deletion.site_drops import CONFIRM_LUA
 from shared.tenancy.deletion.tenant_data import DELETE_RECORDS_LUA
 from shared.tenancy.home_tenants import READ_EACH_LUA, SWAP_EACH_LUA
 from shared.tenancy.leases.rates import RATES
-from shared.tenancy.pinned_prefix import (
+from shared.tenancy.prefixes.pinned_prefix import (
     CHANGES_LUA,
     DELETE_LUA,
     EXPLAIN_LUA,

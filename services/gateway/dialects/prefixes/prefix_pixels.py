@@ -15,8 +15,8 @@ from shared.messages import FetchPixels
 from shared.pixels.pixel_holder import StoredImage
 from shared.regions.region_classes import RegionClasses
 from shared.store import Store
-from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import PrefixImage, prefix_of_request
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import PrefixImage, prefix_of_request
 from shared.tenancy.residency import may_hold, regions_of
 from shared.tenancy.tenant import TenantRecord
 

@@ -18,7 +18,7 @@ from services.gateway.request.prompt import ChatPrompt
 from shared.errors import PromptTooLong
 from shared.messages import ImagePart, ModelCard
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_token_ids
-from shared.tenancy.pinned_prefix import PinnedPrefix, PrefixImage
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix, PrefixImage
 
 # of conversations that begin alike, with the images that all of them begin with
 Tokens = tuple[list[list[int]], Sequence[ImagePart]]

@@ -9,14 +9,14 @@ import structlog
 from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.models.served_models import ServedModels
 from services.gateway.models.served_text import ServedModel
-from services.gateway.request.public_prefixes import PublicPrefixes
 from shared.background import item_error
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import Clock
 from shared.errors import HearthError, InvalidRequest
 from shared.store import Store, StoreUnavailable
-from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import PinnedPrefix, TooManyPrefixes
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix, TooManyPrefixes
+from shared.tenancy.prefixes.public_prefixes import PublicPrefixes
 
 log = structlog.get_logger(__name__)
 

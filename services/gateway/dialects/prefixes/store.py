@@ -41,8 +41,8 @@ from shared.messages import MatchPrefix, ModelCard, PrefixMatches
 from shared.packing import TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
 from shared.store import Store
 from shared.subjects import MATCH
-from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import (
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import (
     MAX_PER_TENANT,
     NAME_PATTERN,
     PinnedPrefix,

@@ -11,8 +11,8 @@ from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore
-from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
 from tests.support.servers import RedisServer
 from tests.support.waiting import LIMIT_S
 from tests.test_cli import hearth

@@ -19,8 +19,8 @@ from shared.block_hash import image_extras, prompt_chain, root_key
 from shared.messages import DataPlaneAddress, FetchPixels, Request
 from shared.packing import pack_hashes
 from shared.pixels.pixel_holder import StoredImage
-from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import request_of_prefix
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import request_of_prefix
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.gateway.conftest import SECRET
 from tests.services.gateway.images.conftest import MODEL, Eyes, base64_of, data_url, picture

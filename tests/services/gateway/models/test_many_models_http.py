@@ -19,9 +19,9 @@ from shared import subjects
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.messages import DeviceMemory, Heartbeat, HostedModel, HostLoad, Request
 from shared.packing import unpack_token_ids
-from shared.tenancy import pinned_prefix
 from shared.tenancy.model_alias_admin import ModelAliasAdmin
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.transport.bus import NatsBus
 from tests.services.gateway.dialects.openai.test_refusals import check_envelope

@@ -13,11 +13,11 @@ from shared.messages import ReadTenantCopies, SiteState
 from shared.secrets.secret import Secret
 from shared.store import Command
 from shared.subjects import STATES_OF_SITES, from_sites, state_to_sites
-from shared.tenancy import pinned_prefix
 from shared.tenancy.copied_tenants import CopiedTenants
 from shared.tenancy.deletion import kv_drops
 from shared.tenancy.deletion.tenant_removal import TenantRemoval, TenantWithdrawal
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant import TENANT_COPIES
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.tenancy.tenant_copy import SITES

@@ -27,11 +27,12 @@ from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.sites.tenant_names import SiteTenantNames, shared_name
 from shared.store import RedisStore
-from shared.tenancy import audit, pinned_prefix
+from shared.tenancy import audit
 from shared.tenancy.copied_tenants import CopiedTenants
 from shared.tenancy.deletion import kv_drops
 from shared.tenancy.deletion.tenant_removal import TenantWithdrawal
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
 from shared.tenancy.site_admin import copied_tenant, copied_tenants, forget_site_key
 from shared.tenancy.stored_responses import response_keys
 from shared.tenancy.tenant import TenantRecord, digest_of

@@ -12,8 +12,8 @@ from services.gateway.tenancy.region_rule import RegionRule
 from shared.clock import MonotonicClock
 from shared.regions.region_classes import region_classes
 from shared.store import RedisStore
-from shared.tenancy import pinned_prefix
 from shared.tenancy.declared_classes import declare_classes
+from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.refusals import Refusals
 from shared.tenancy.tenant import TENANTS, TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin

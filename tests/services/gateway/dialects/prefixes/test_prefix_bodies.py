@@ -14,7 +14,7 @@ from services.gateway.dialects.prefixes.prefix_tokenizer import PrefixTokenizer,
 from services.gateway.request.prompt import ChatPrompt
 from shared.errors import InvalidRequest
 from shared.messages import ModelCard
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
 from tests.services.gateway.peer import CARD
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -27,9 +27,10 @@ from shared.messages import MatchPrefix, PrefixMatch, PrefixMatches, Request
 from shared.packing import unpack_hashes, unpack_token_ids
 from shared.store import RedisStore
 from shared.subjects import KV_INDEX_GROUP, MATCH
-from shared.tenancy import audit, pinned_prefix
+from shared.tenancy import audit
 from shared.tenancy.model_alias_admin import ModelAliasAdmin
-from shared.tenancy.pinned_prefix import MAX_PER_TENANT, PinnedPrefix
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import MAX_PER_TENANT, PinnedPrefix
 from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from shared.transport.bus import NatsBus

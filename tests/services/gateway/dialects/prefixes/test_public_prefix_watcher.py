@@ -11,13 +11,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.gateway.dialects.prefixes.public_prefix_watcher import PublicPrefixWatcher
-from services.gateway.request.public_prefixes import PublicPrefixes
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import MonotonicClock
 from shared.errors import DeadlineExceeded, NoCapacity
 from shared.store import StoreUnavailable
-from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes.public_prefixes import PublicPrefixes
 from tests.support.world.clock import run
 from tests.support.world.store import MemoryStore
 

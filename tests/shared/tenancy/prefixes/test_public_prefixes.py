@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from services.gateway.request.public_prefixes import PublicPrefixes
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.packing import pack_token_ids
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes.public_prefixes import PublicPrefixes
 from tests.services.gateway.peer import CARD
 
 

@@ -20,7 +20,7 @@ from shared.block_hash import (
 )
 from shared.messages import ModelCard
 from shared.packing import TOKEN_ID_BYTES, pack_token_ids
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
 
 _Key = tuple[str, str, int, bytes]  # model, revision, block size, key of the root
 

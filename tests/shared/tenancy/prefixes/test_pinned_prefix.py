@@ -7,8 +7,8 @@ import pytest
 
 from shared.clock import MonotonicClock
 from shared.store import RedisStore, Store
-from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import (
+from shared.tenancy.prefixes import pinned_prefix
+from shared.tenancy.prefixes.pinned_prefix import (
     MAX_BYTES_PER_TENANT,
     AllPrefixesFull,
     Entry,
