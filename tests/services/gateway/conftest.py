@@ -30,6 +30,7 @@ from shared.transport.bus import NatsBus
 from tests.services.gateway.peer import PeerDecode, PeerScheduler
 from tests.services.gateway.shared_processes import SharedProcesses
 from tests.support.servers import NatsServer, RedisServer
+from tests.support.services.forked_pools import server_path
 from tests.support.services.model_dir import write_model_dir
 from tests.support.waiting import LIMIT_S, POLL_S, until
 
@@ -42,8 +43,10 @@ PROCESSES = SharedProcesses()
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     """Of the gateway's tests alone: the scheduler of their shared cluster stays connected between
-    tests, and would take requests of others.
+    tests, and would take requests of others. The server of forks starts here: within a job, whose
+    time is limited, a busy machine takes too long for its imports.
     """
+    server_path()
     server = NatsServer(tmp_path_factory.mktemp("nats"))
     yield server
     server.stop()
