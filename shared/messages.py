@@ -757,9 +757,10 @@ class PinPrefix(Message, frozen=True, kw_only=True, omit_defaults=True):
     model: Name
     revision: Name
     cache_root: Digest  # the root of the public prefix, if it is one
+    public_root: Digest | None = None  # as of a request, if it starts with a public one
     token_ids: bytes
     block_hashes: bytes  # hashes of all the tokens
-    num_public_blocks: Count = 0  # all or none
+    num_public_blocks: Count = 0  # all of a public prefix
     lease_s: Duration  # starts when the worker receives it; KeepPins renews it
     allowed_regions: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()  # empty: all
     region_class: Name = ""  # as of a request

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from shared.block_hash import extend_chain, image_extras, public_root, root_hash
 from shared.messages import ModelCard, PinPrefix
-from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
+from shared.packing import TOKEN_ID_BYTES, pack_hashes
 from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix, request_of_prefix
+from shared.tenancy.prefixes.public_prefixes import PublicPrefixes
 
 PIN_LEASE_S = 15.0
 
@@ -29,6 +29,7 @@ class Pins:
     def __init__(self, root_key: Callable[[], bytes] = bytes) -> None:
         """`root_key`: returns that of now, see `block_hash.root_key`."""
         self._root_key = root_key
+        self._public = PublicPrefixes(root_key)
         self._prefixes: dict[str, PinnedPrefix] = {}  # key: digest
         self._regions: dict[str, Collection[str] | None] = {}  # regions of each tenant's record now
         self._classes: dict[str, str] = {}  # region class of each tenant's record now
@@ -44,6 +45,8 @@ class Pins:
         """Adds a prefix, of whose images the files are not retained."""
         images = [structs.replace(each, content=b"") for each in prefix.images]
         self._prefixes[digest] = structs.replace(prefix, images=images)
+        if prefix.is_public:
+            self._replace_public()
 
     def allow(
         self, tenant_id: str, regions: Collection[str] | None, region_class: str = ""
@@ -80,8 +83,15 @@ class Pins:
         )
 
     def retain_only(self, digests: Collection[str]) -> None:
-        self._prefixes = {each: p for each, p in self._prefixes.items() if each in digests}
+        gone = [self._prefixes.pop(each) for each in self._prefixes.keys() - digests]
         self._expected = {key: pin for key, pin in self._expected.items() if key[0] in digests}
+        if any(each.is_public for each in gone):
+            self._replace_public()
+
+    def _replace_public(self) -> None:
+        """Uses the public prefixes of now, with which any tenant's prefix may start."""
+        self._public.replace(each for each in self._prefixes.values() if each.is_public)
+        self._expected.clear()
 
     def retain_cards(self, cards: Iterable[ModelCard]) -> None:
         """Forgets what was expected of workers with other cards, or with an earlier root key."""
@@ -113,46 +123,39 @@ class Pins:
     def _pin(self, digest: str, prefix: PinnedPrefix, card: ModelCard) -> ExpectedPin | None:
         if prefix.model != card.name:
             return None
-        root_key = self._root_key()
-        key = (digest, card.revision, card.block_size, root_key)
+        key = (digest, card.revision, card.block_size, self._root_key())
         if key not in self._expected:
-            self._expected[key] = expected_pin(prefix, card, root_key)
+            self._expected[key] = expected_pin(prefix, card, self._public)
         pin = self._expected[key]
         return pin if pin is not None and pin.num_tokens < card.max_context_tokens else None
 
 
 def expected_pin(
-    prefix: PinnedPrefix, card: ModelCard, root_key: bytes = b""
+    prefix: PinnedPrefix, card: ModelCard, public: PublicPrefixes
 ) -> ExpectedPin | None:
-    """Returns None before a gateway has tokenized the prefix, for images of another revision, and
-    for less than one block. Whether it fits the context is each worker's own.
+    """Returns None before a gateway has tokenized the prefix, for images of another revision, for
+    less than one block, and for a tenant's prefix that has no block after those of a public one,
+    which are pinned for all. Whether it fits the context is each worker's own.
     """
     num_blocks = len(prefix.token_ids) // TOKEN_ID_BYTES // card.block_size
     num_tokens = num_blocks * card.block_size
     if not num_tokens or not prefix.is_of(card.revision):
         return None
-    packed = prefix.token_ids[: num_tokens * TOKEN_ID_BYTES]
-    root = _root(prefix, card, root_key)
+    chain = public.chain_of_prefix(prefix, card)
+    if chain.num_public == num_blocks and not prefix.is_public:
+        return None
     images = tuple(each for each in prefix.parts if each.first_token < num_tokens)
-    extras = image_extras(images, card.block_size)
-    hashes = extend_chain(root, unpack_token_ids(packed), card.block_size, extras)
     command = PinPrefix(
         tenant_id=prefix.tenant_id,
         model=card.name,
         revision=card.revision,
-        cache_root=root,
-        token_ids=packed,
-        block_hashes=pack_hashes(hashes),
-        num_public_blocks=num_blocks if prefix.is_public else 0,
+        cache_root=chain.cache_root,
+        public_root=chain.public_root,
+        token_ids=prefix.token_ids[: num_tokens * TOKEN_ID_BYTES],
+        block_hashes=pack_hashes(chain.hashes),
+        num_public_blocks=chain.num_public,
         lease_s=PIN_LEASE_S,
         images=images,
         request_id=request_of_prefix(prefix.name) if images else "",
     )
-    assert len(hashes[-1]) == BLOCK_HASH_BYTES
-    return ExpectedPin(prefix, hashes[-1], num_tokens, command)
-
-
-def _root(prefix: PinnedPrefix, card: ModelCard, key: bytes) -> bytes:
-    if prefix.is_public:
-        return public_root(prefix.name, card.revision, key=key)
-    return root_hash(prefix.tenant_id, card.revision, cache_salt=prefix.cache_salt, key=key)
+    return ExpectedPin(prefix, chain.hashes[-1], num_tokens, command)

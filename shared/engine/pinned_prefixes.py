@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, image_extras
+from shared.block_hash import image_extras, prompt_chain
 from shared.clock import Clock
 from shared.engine.batching.sequence import Sequence, build_sequence
 from shared.engine.engine import Engine, StepProgress
@@ -59,7 +59,7 @@ class PinnedPrefixes:
                     f"{self._max_blocks}"
                 )
             pool.pin(hashes)
-            self._pins[tip] = _Pin(_owner_of(command), list(hashes), command.region_class, 0.0)
+            self._pins[tip] = _Pin(command.tenant_id, list(hashes), command.region_class, 0.0)
         self._pins[tip].until = self._clock.now() + command.lease_s
         num_cached = pool.match(hashes).num_blocks
         is_computing = num_cached < len(hashes) and self._compute(sequence)
@@ -141,11 +141,6 @@ def _close_images(sequence: Sequence) -> None:
         sequence.images.close()
 
 
-def _owner_of(command: PinPrefix) -> str:
-    """Returns whose a pin is: a public prefix is nobody's."""
-    return PUBLIC_TENANT_ID if command.num_public_blocks else command.tenant_id
-
-
 def sequence_of(command: PinPrefix, block_size: int) -> Sequence:
     """Returns the prefill of a pin. Raises InvalidRequest unless the tokens are full blocks with
     the right hashes: with wrong hashes, other requests would silently match this KV.
@@ -153,11 +148,18 @@ def sequence_of(command: PinPrefix, block_size: int) -> Sequence:
     token_ids, hashes = unpack_token_ids(command.token_ids), unpack_hashes(command.block_hashes)
     if not hashes or len(token_ids) != len(hashes) * block_size:
         raise InvalidRequest(f"{len(token_ids)} tokens to pin are not {len(hashes)} full blocks")
-    if command.num_public_blocks not in (0, len(hashes)):
-        raise InvalidRequest(
-            f"{command.num_public_blocks} of {len(hashes)} blocks are public, not all or none"
-        )
-    extras = image_extras(command.images, block_size)
-    if extend_chain(command.cache_root, token_ids, block_size, extras) != hashes:
+    num_public = command.num_public_blocks
+    has_root = command.public_root is not None or num_public in (0, len(hashes))
+    if num_public > len(hashes) or not has_root:
+        raise InvalidRequest(f"{num_public} of {len(hashes)} blocks are public, or have no root")
+    expected = prompt_chain(
+        command.token_ids,
+        block_size,
+        cache_root=command.cache_root,
+        public_root=command.public_root,
+        num_public_blocks=num_public,
+        extras=image_extras(command.images, block_size),
+    )
+    if expected != hashes:
         raise InvalidRequest("the block hashes do not match the tokens to pin")
     return build_sequence(command, token_ids, sequence_id=_ID_PREFIX + hashes[-1])

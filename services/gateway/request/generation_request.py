@@ -232,7 +232,7 @@ def build_request(
     )
     extras = image_extras(images, card.block_size)
     if public is None or generation.cache_salt:  # salted prompts are never shared
-        chain = PromptChain(extend_chain(root, prompt_token_ids, card.block_size, extras))
+        chain = PromptChain(root, extend_chain(root, prompt_token_ids, card.block_size, extras))
     else:
         chain = public.chain(root, prompt_token_ids, card, extras)
     return Request(
@@ -241,7 +241,7 @@ def build_request(
         gateway_id=origin.gateway_id,
         model=card.name,
         revision=card.revision,
-        cache_root=root,
+        cache_root=chain.cache_root,
         prompt_token_ids=pack_token_ids(prompt_token_ids),
         block_hashes=pack_hashes(chain.hashes),
         num_public_blocks=chain.num_public,

@@ -2,7 +2,8 @@
 
 The full blocks of a public prefix have hashes that all tenants share; the first block after them
 mixes the tenant in (`shared/block_hash.py`). Prompts that start otherwise or with only a part of a
-prefix, and prompts with a `cache_salt`, use the tenant's hashes only.
+prefix, and prompts with a `cache_salt`, use the tenant's hashes only. A tenant's named prefix has
+the hashes of the prompts that start with it: gateways and the index compute them here.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from shared.block_hash import (
     BlockExtras,
     extend_chain,
     extend_packed,
+    image_extras,
     public_root,
     root_after_public,
+    root_hash,
 )
 from shared.messages import ModelCard
-from shared.packing import TOKEN_ID_BYTES, pack_token_ids
+from shared.packing import TOKEN_ID_BYTES, pack_token_ids, unpack_token_ids
 from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
 
 _Key = tuple[str, str, int, bytes]  # model, revision, block size, key of the root
@@ -27,8 +30,11 @@ _Key = tuple[str, str, int, bytes]  # model, revision, block size, key of the ro
 
 @dataclass(frozen=True, slots=True)
 class PromptChain:
-    """The hashes of a prompt's full blocks; the first `num_public` chain from `public_root`."""
+    """The hashes of a prompt's full blocks; the first `num_public` chain from `public_root`, and
+    those after them from `cache_root`.
+    """
 
+    cache_root: bytes
     hashes: list[bytes]
     num_public: int = 0
     public_root: bytes | None = None
@@ -68,7 +74,7 @@ class PublicPrefixes:
         """
         num_before_images = min(extras, default=len(token_ids))  # blocks
         if not self._prefixes:
-            return PromptChain(extend_chain(root, token_ids, card.block_size, extras))
+            return PromptChain(root, extend_chain(root, token_ids, card.block_size, extras))
         packed = pack_token_ids(token_ids)
         for public in self._public_chains(card):
             num_public = len(public.hashes)
@@ -81,8 +87,25 @@ class PublicPrefixes:
                     extras,
                     first_block=num_public,
                 )
-                return PromptChain([*public.hashes, *rest], num_public, public.root)
-        return PromptChain(extend_chain(root, token_ids, card.block_size, extras))
+                return PromptChain(root, [*public.hashes, *rest], num_public, public.root)
+        return PromptChain(root, extend_chain(root, token_ids, card.block_size, extras))
+
+    def chain_of_prefix(self, prefix: PinnedPrefix, card: ModelCard) -> PromptChain:
+        """Returns the hashes of a named prefix. All blocks of a public one are public, and its
+        `cache_root` is its own.
+        """
+        extras = image_extras(prefix.parts, card.block_size)
+        if prefix.is_public:
+            root = public_root(prefix.name, card.revision, key=self._key())
+            hashes = extend_packed(root, prefix.token_ids, card.block_size, extras)
+            return PromptChain(root, hashes, len(hashes))
+        root = root_hash(
+            prefix.tenant_id, card.revision, cache_salt=prefix.cache_salt, key=self._key()
+        )
+        if prefix.cache_salt:
+            packed = prefix.token_ids
+            return PromptChain(root, extend_packed(root, packed, card.block_size, extras))
+        return self.chain(root, unpack_token_ids(prefix.token_ids), card, extras)
 
     def _public_chains(self, card: ModelCard) -> list[_PublicChain]:
         """Returns the chains of a model, the longest first, then by name."""

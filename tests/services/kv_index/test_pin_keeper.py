@@ -24,10 +24,17 @@ from shared.messages import (
     PrefixMatches,
     Role,
 )
-from shared.packing import pack_token_ids, unpack_hashes
+from shared.packing import (
+    TOKEN_ID_BYTES,
+    pack_hashes,
+    pack_token_ids,
+    unpack_hashes,
+    unpack_token_ids,
+)
 from shared.subjects import MATCH
 from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix, PrefixImage
+from shared.tenancy.prefixes.public_prefixes import PublicPrefixes
 from shared.tenancy.tenant import TENANT_COPIES, TENANTS, TenantRecord
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.tenancy.tenant_copy import SigningKey, TenantCopy
@@ -54,10 +61,17 @@ def new_prefix(name: str = "house-rules", *, start: int = 3, **fields: object) -
     )
 
 
-def tip_of(prefix: PinnedPrefix) -> bytes:
-    pin = expected_pin(prefix, CARD)
+def pin_of(prefix: PinnedPrefix, *public: PinnedPrefix) -> ExpectedPin:
+    """Returns the pin of a prefix beside public ones."""
+    prefixes = PublicPrefixes()
+    prefixes.replace(public)
+    pin = expected_pin(prefix, CARD, prefixes)
     assert pin is not None
-    return pin.tip_hash
+    return pin
+
+
+def tip_of(prefix: PinnedPrefix, *public: PinnedPrefix) -> bytes:
+    return pin_of(prefix, *public).tip_hash
 
 
 class PinRig(Rig):
@@ -83,8 +97,7 @@ class PinRig(Rig):
 
 
 def is_warm(worker: SimulatedWorker, prefix: PinnedPrefix) -> bool:
-    pin = expected_pin(prefix, CARD)
-    assert pin is not None
+    pin = pin_of(prefix)
     hashes = unpack_hashes(pin.command.block_hashes)
     pool = worker.engine.pool
     return pool.match(hashes).num_blocks == len(hashes) == NUM_BLOCKS and is_pinned(worker, prefix)
@@ -388,9 +401,47 @@ def test_public_prefix_has_the_public_tenant_and_root() -> None:
         await rig.warm(prefix, worker)
         owners = {block.tenant_id for block in worker.engine.pool.cached_blocks()}
         assert owners == {PUBLIC_TENANT_ID}
-        assert expected_pin(prefix, CARD).command.cache_root == public_root(prefix.name, REVISION)  # type: ignore[union-attr]
+        assert pin_of(prefix).command.cache_root == public_root(prefix.name, REVISION)
 
     scenario(test)
+
+
+def test_prefix_that_starts_with_a_public_one_is_found_by_its_prompts() -> None:
+    """Its blocks after the public one are the tenant's, with the hashes that prompts have."""
+
+    async def test(rig: PinRig) -> None:
+        worker = await rig.engine("prefill-0")
+        own = new_prefix("own")
+        public = new_prefix(tenant_id=PUBLIC_TENANT_ID)
+        two_blocks = public.token_ids[: 2 * BLOCK_SIZE * TOKEN_ID_BYTES]
+        public = msgspec.structs.replace(public, token_ids=two_blocks)
+        await rig.save(own)
+        await rig.warm(own, worker)
+        await rig.save(public)
+        prompts = PublicPrefixes()
+        prompts.replace([public])
+        chain = prompts.chain(root_hash("t", REVISION), unpack_token_ids(own.token_ids), CARD)
+        assert chain.num_public == 2
+        await eventually(lambda: worker.engine.pool.match(chain.hashes).num_blocks == NUM_BLOCKS)
+        await _match_prefix(rig, pack_hashes(chain.hashes))
+        await asyncio.sleep(0.5)
+        record = rig.store.data[f"hearth:t:prefix:{chain.hashes[-1].hex()}"]
+        assert (record[b"hits"], record[b"pin"]) == (b"1", b"own")
+        owners = [block.tenant_id for block in worker.engine.pool.cached_blocks()]
+        assert owners.count(PUBLIC_TENANT_ID) == 2
+        await pinned_prefix.delete(rig.store, PUBLIC_TENANT_ID, public.name)
+        await rig.warm(own, worker)
+
+    scenario(test)
+
+
+def test_prefix_with_the_blocks_of_a_public_one_is_not_pinned_twice() -> None:
+    pins, public = Pins(), new_prefix(tenant_id=PUBLIC_TENANT_ID)
+    for each in (new_prefix("same"), public):
+        pins.add(each.digest, each)
+    assert [each.prefix for each in pins.expected([CARD]).values()] == [public]
+    pins.retain_only({new_prefix("same").digest})
+    assert [each.prefix.name for each in pins.expected([CARD]).values()] == ["same"]
 
 
 def test_pins_are_retained_while_redis_is_away() -> None:
@@ -490,7 +541,7 @@ def test_hit_counts_continue_after_a_restart() -> None:
         await rig.save(prefix)
         await rig.warm(prefix, worker)
         await asyncio.sleep(0.5)
-        hashes = expected_pin(prefix, CARD).command.block_hashes  # type: ignore[union-attr]
+        hashes = pin_of(prefix).command.block_hashes
         await _match_prefix(rig, hashes)
         await rig.service.drain()
         await rig.service.stop()
@@ -572,6 +623,5 @@ def test_a_pin_is_recorded_beside_other_workers_of_its_weights(fields: dict[str,
 
 
 def test_cache_salt_changes_the_cache_root() -> None:
-    salted = expected_pin(new_prefix(cache_salt="s"), CARD)
-    assert salted is not None
+    salted = pin_of(new_prefix(cache_salt="s"), new_prefix(tenant_id=PUBLIC_TENANT_ID))
     assert salted.command.cache_root == root_hash("t", REVISION, cache_salt="s")

@@ -154,6 +154,8 @@ def test_stop_leaves_the_engine_idle() -> None:
         {"token_ids": b"", "block_hashes": b""},
         {"num_public_blocks": 3},
         {"num_public_blocks": 1},
+        {"num_public_blocks": 1, "public_root": root_hash("", "weights")},
+        {"num_public_blocks": 3, "public_root": root_hash("tenant-a", "weights")},
         {"cache_root": root_hash("tenant-b", "weights")},
         {"token_ids": pack_token_ids(prompt(2 * BLOCK_SIZE, start=101))},
     ],

@@ -19,7 +19,6 @@ from services.gateway.request.preparer import Preparer
 from services.gateway.request.prompt import ChatPrompt
 from shared.packing import unpack_token_ids
 from shared.regions.region_classes import region_classes
-from shared.secrets.root_key import root_key_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,7 @@ def _open(parts: DialectParts) -> OpenDialect:
         max_all_bytes=lambda: memory.max_prefix_bytes,
         region=parts.config.region,
         region_classes=parts.config.own_classes,
-        root_key=root_key_of(parts.config.secret("cluster_secret")),
+        public=preparer.public,
         on_refused=parts.tenancy.refusal_audit.refused,
         latest=parts.tenancy.copied.latest,
     )

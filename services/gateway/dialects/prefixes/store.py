@@ -28,17 +28,11 @@ from services.gateway.tenancy.permissions import (
     late_refusal,
     may_store,
 )
-from shared.block_hash import (
-    PUBLIC_TENANT_ID,
-    extend_chain,
-    image_extras,
-    public_root,
-    root_hash,
-)
+from shared.block_hash import PUBLIC_TENANT_ID
 from shared.errors import HearthError, InvalidRequest
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import MatchPrefix, ModelCard, PrefixMatches
-from shared.packing import TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
+from shared.packing import TOKEN_ID_BYTES, pack_hashes
 from shared.store import Store
 from shared.subjects import MATCH
 from shared.tenancy.prefixes import pinned_prefix
@@ -48,6 +42,7 @@ from shared.tenancy.prefixes.pinned_prefix import (
     PinnedPrefix,
     TooManyPrefixes,
 )
+from shared.tenancy.prefixes.public_prefixes import PublicPrefixes
 from shared.tenancy.tenant import TenantRecord
 
 log = structlog.get_logger(__name__)
@@ -68,17 +63,16 @@ class PrefixStore:
         max_all_bytes: Callable[[], int],
         region: str = "",
         region_classes: Sequence[str] = (),
-        root_key: Callable[[], bytes] = bytes,
+        public: PublicPrefixes,
         on_refused: OnRefused = ignore_refusal,
         latest: Latest = lambda tenant: tenant,
     ) -> None:
         """`max_all_bytes`: returns the bytes that the prefixes of all tenants may take in Redis.
         `region`: this gateway's region, in `region_classes`. `wall_clock`: returns unix seconds,
-        which stay valid across restarts. `root_key`: returns that of now, see
-        `block_hash.root_key`. `latest`: of a tenant of another site.
+        which stay valid across restarts. `latest`: of a tenant of another site.
         """
         self._latest = latest
-        self._root_key = root_key
+        self._public = public
         self._region = region
         self._classes = region_classes
         self._on_refused = on_refused
@@ -232,13 +226,15 @@ class PrefixStore:
             raise TooManyPrefixes(f"a tenant can have {MAX_PER_TENANT} prefixes: delete one first")
 
     async def _stored(self, tenant: TenantRecord, prefix: PinnedPrefix, card: ModelCard) -> Prefix:
-        hashes = _hashes(prefix, card, self._root_key())
+        chain = self._public.chain_of_prefix(prefix, card)
+        hashes = chain.hashes
         found = await self.held(
             prefix.tenant_id,
             card,
             pack_hashes(hashes),
             region_class="" if prefix.is_public else tenant.region_class,
             regions=None if prefix.is_public else tenant.allowed_regions,
+            num_public_blocks=chain.num_public,
         )
         counts = await self._counts(prefix.tenant_id, hashes)
         matches = () if found is None else found.matches
@@ -286,15 +282,6 @@ class PrefixStore:
             and (each.model.name, each.model.revision) == (model, revision)
             if regions is None or each.region in regions
         }
-
-
-def _hashes(prefix: PinnedPrefix, card: ModelCard, key: bytes) -> list[bytes]:
-    if prefix.is_public:
-        root = public_root(prefix.name, card.revision, key=key)
-    else:
-        root = root_hash(prefix.tenant_id, card.revision, cache_salt=prefix.cache_salt, key=key)
-    extras = image_extras(prefix.parts, card.block_size)
-    return extend_chain(root, unpack_token_ids(prefix.token_ids), card.block_size, extras)
 
 
 def _number(counts: Mapping[bytes, bytes], name: bytes) -> int:

@@ -21,6 +21,7 @@ from shared.packing import pack_hashes
 from shared.pixels.pixel_holder import StoredImage
 from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.prefixes.pinned_prefix import request_of_prefix
+from shared.tenancy.prefixes.public_prefixes import PublicPrefixes
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.services.gateway.conftest import SECRET
 from tests.services.gateway.images.conftest import MODEL, Eyes, base64_of, data_url, picture
@@ -417,11 +418,11 @@ async def test_a_named_prefix_has_the_tokens_of_its_images(eyes: Eyes) -> None:
     assert prefix is not None and prefix.images[0].content == PICTURE
     assert prefix.parts == request.images
     assert request.prompt_token_ids.startswith(prefix.token_ids)
-    pin = expected_pin(prefix, eyes.worker.card, ROOT_KEY)
+    pin = expected_pin(prefix, eyes.worker.card, PublicPrefixes(lambda: ROOT_KEY))
     assert pin is not None and pin.num_tokens > NUM_TILES * TOKENS_PER_TILE
     assert request.block_hashes.startswith(pin.command.block_hashes)
     other = msgspec.structs.replace(eyes.worker.card, revision="r2")
-    assert expected_pin(prefix, other, ROOT_KEY) is None
+    assert expected_pin(prefix, other, PublicPrefixes(lambda: ROOT_KEY)) is None
 
     (part,) = prefix.parts
     found = await stored_image(eyes, part.image_hash)
