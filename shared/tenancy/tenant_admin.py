@@ -24,6 +24,7 @@ from shared.tenancy import stored_responses
 from shared.tenancy.declared_classes import check_declared
 from shared.tenancy.deletion import kv_drops, retractions
 from shared.tenancy.deletion.tenant_removal import REMOVAL_S, removing
+from shared.tenancy.home_tenants import name_sites
 from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.rate_limit import (
     APPLY_LUA,
@@ -34,7 +35,7 @@ from shared.tenancy.rate_limit import (
     to_limit_state,
 )
 from shared.tenancy.site_admin import check_bounds, check_sites
-from shared.tenancy.site_usage import TENANT_SITES, name_sites, usage_at
+from shared.tenancy.site_usage import TENANT_SITES, usage_at
 from shared.tenancy.tenant import (
     GENERATION,
     TENANTS,

@@ -8,6 +8,7 @@ import msgspec
 
 from shared.messages import Done, LeaseLimits, LimitsLeased, ReportUsage
 from shared.store import Store, reading_reply
+from shared.tenancy.home_tenants import record_totals
 from shared.tenancy.rate_limit import (
     APPLY_LUA,
     LEASE_S,
@@ -15,7 +16,6 @@ from shared.tenancy.rate_limit import (
     enforced_limits,
     to_limit_state,
 )
-from shared.tenancy.site_usage import record_totals
 from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
 
 

@@ -13,8 +13,8 @@ from shared.errors import ConfigError, InvalidRequest
 from shared.regions.region_classes import region_classes
 from shared.store import RedisStore, StoreUnavailable
 from shared.tenancy.declared_classes import declare_classes
-from shared.tenancy.home_tenants import HomeTenant, read_home_tenants
-from shared.tenancy.site_usage import MAX_RECORDED, MAX_TOTALS, record_totals, reports_of
+from shared.tenancy.home_tenants import MAX_RECORDED, HomeTenant, read_home_tenants, record_totals
+from shared.tenancy.site_usage import MAX_TOTALS, reports_of
 from shared.tenancy.tenant import TENANTS, USAGE_KINDS, digest_of, keys_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.tenancy.tenant_copy import SITES, TENANT_VERSIONS

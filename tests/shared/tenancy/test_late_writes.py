@@ -24,10 +24,10 @@ from shared.tenancy.deletion.tenant_removal import (
     TenantWithdrawal,
     removing,
 )
-from shared.tenancy.home_tenants import read_home_tenants
+from shared.tenancy.home_tenants import read_home_tenants, record_totals
 from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
-from shared.tenancy.site_usage import TENANT_SITES, USAGE_UNSENT, record_totals, usage_at
+from shared.tenancy.site_usage import TENANT_SITES, USAGE_UNSENT, usage_at
 from shared.tenancy.tenant import TENANT_COPIES, TenantRecord, api_key_record, keys_of, usage_of
 from shared.tenancy.tenant_admin import TenantAdmin
 from shared.tenancy.tenant_copy import SITES, TENANT_VERSIONS, SigningKey, TenantCopy

@@ -21,7 +21,12 @@ from shared.store import StoreRejected
 from shared.tenancy.deletion.kv_drops import ORDER_LUA, RAISE_LUA
 from shared.tenancy.deletion.site_drops import CONFIRM_LUA
 from shared.tenancy.deletion.tenant_data import DELETE_RECORDS_LUA
-from shared.tenancy.home_tenants import READ_EACH_LUA, SWAP_EACH_LUA
+from shared.tenancy.home_tenants import (
+    NAME_SITES_LUA,
+    READ_EACH_LUA,
+    RECORD_TOTALS_LUA,
+    SWAP_EACH_LUA,
+)
 from shared.tenancy.leases.rates import RATES
 from shared.tenancy.prefixes.pinned_prefix import (
     CHANGES_LUA,
@@ -39,7 +44,7 @@ from shared.tenancy.rate_limit import (
     LimitCommand,
     RateLimitCounter,
 )
-from shared.tenancy.site_usage import ARE_DELETED_LUA, NAME_SITES_LUA, RECORD_TOTALS_LUA, UNMARK_LUA
+from shared.tenancy.site_usage import ARE_DELETED_LUA, UNMARK_LUA
 from shared.tenancy.stored_responses import DELETE_SOME_LUA
 from shared.tenancy.tenant import RECORD_LUA, TenantRecord, decoded_tenant
 from shared.tenancy.tenant_admin import ADD_KEY_LUA, SWAP
