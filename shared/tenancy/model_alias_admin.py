@@ -88,6 +88,11 @@ class ModelAliasAdmin:
         visible = {row.alias: row for row in (*shared, *own)}
         return [visible[alias] for alias in sorted(visible)]
 
+    async def model_of(self, name: str) -> str:
+        """Returns the model of an alias for all tenants; of another name the name itself."""
+        found = {row.alias: row.model for row in await self._rows(None)}
+        return found.get(name) or name
+
     async def _rows(self, tenant_id: str | None) -> list[AliasRow]:
         found: Mapping[bytes, bytes] = await self._store.hash_get(_key(tenant_id))
         return [_row(tenant_id, name, data) for name, data in sorted(found.items())]

@@ -28,7 +28,7 @@ RedisUrl = Annotated[
 @audited("prefix publish")
 def publish(
     name: Name,
-    model: Annotated[str, typer.Option(help="Model name that clients use.")],
+    model: Annotated[str, typer.Option(help="Its model: the name, or an alias for all tenants.")],
     file: Annotated[
         Path, typer.Option(help="The system prompt; .json: a list of messages; -: standard input.")
     ],

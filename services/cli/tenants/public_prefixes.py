@@ -13,6 +13,8 @@ from services.cli.output import plain_table, table_console, with_store
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.errors import ConfigError
 from shared.store import Store
+from shared.tenancy.model_alias import check_model_id
+from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.prefixes.pinned_prefix import (
     MAX_PER_TENANT,
@@ -38,8 +40,8 @@ def publish_prefix(
     is_json: bool,
     max_prefixes: int = MAX_PER_TENANT,
 ) -> None:
-    """Publishes a prefix. Raises ConfigError for one that gateways would reject,
-    StoreUnavailable.
+    """Publishes a prefix. `model`: its name, or an alias for all tenants. Raises ConfigError for
+    one that gateways would reject, StoreUnavailable.
     """
     if not re.match(NAME_PATTERN, name):
         raise ConfigError(
@@ -51,14 +53,16 @@ def publish_prefix(
     prefix = PinnedPrefix(
         name=name,
         tenant_id=PUBLIC_TENANT_ID,
-        model=model,
+        model=check_model_id(model, "model"),
         messages=_messages(text) if is_json else [{"role": "system", "content": text}],
         created_at=int(time.time()),
     )
 
     async def save(store: Store) -> None:
+        named = await ModelAliasAdmin(store, time.time).model_of(model)
+        saved = msgspec.structs.replace(prefix, model=named)
         try:
-            await pinned_prefix.save(store, prefix, time.time(), max_prefixes=max_prefixes)
+            await pinned_prefix.save(store, saved, time.time(), max_prefixes=max_prefixes)
         except TooManyPrefixes as error:
             raise ConfigError(f"the public prefix is not saved: {error.message}") from error
 

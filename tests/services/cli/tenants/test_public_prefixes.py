@@ -1,32 +1,24 @@
 from __future__ import annotations
 
-import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from services.cli.output import with_store
 from services.cli.tenants.public_prefixes import publish_prefix, remove_prefix, show_prefixes
 from shared.block_hash import PUBLIC_TENANT_ID
-from shared.clock import MonotonicClock
 from shared.errors import ConfigError
-from shared.store import RedisStore
+from shared.tenancy.model_alias_admin import ModelAliasAdmin
 from shared.tenancy.prefixes import pinned_prefix
 from shared.tenancy.prefixes.pinned_prefix import PinnedPrefix
 from tests.support.servers import RedisServer
-from tests.support.waiting import LIMIT_S
 from tests.test_cli import hearth
 
 
 def load(redis: RedisServer, name: str) -> PinnedPrefix | None:
-    async def read_prefix() -> PinnedPrefix | None:
-        store = RedisStore(redis.url, MonotonicClock(), timeout_s=LIMIT_S)
-        try:
-            return await pinned_prefix.load(store, PUBLIC_TENANT_ID, name)
-        finally:
-            await store.close()
-
-    return asyncio.run(read_prefix())
+    return with_store(redis.url, lambda store: pinned_prefix.load(store, PUBLIC_TENANT_ID, name))
 
 
 def test_publish_list_and_remove_commands(redis_server: RedisServer, tmp_path: Path) -> None:
@@ -53,6 +45,20 @@ def test_json_file_is_a_list_of_messages(redis_server: RedisServer) -> None:
     saved = load(redis_server, "json")
     assert saved is not None and saved.messages == messages
     remove_prefix(redis_server.url, "json")
+
+
+def test_alias_for_all_tenants_names_its_model(redis_server: RedisServer) -> None:
+    def in_aliases(change: Callable[[ModelAliasAdmin], Awaitable[None]]) -> None:
+        with_store(redis_server.url, lambda store: change(ModelAliasAdmin(store, lambda: 1.0)))
+
+    in_aliases(lambda aliases: aliases.put("short", "the/model"))
+    publish_prefix(redis_server.url, "aliased", "short", "x", is_json=False)
+    saved = load(redis_server, "aliased")
+    assert saved is not None and saved.model == "the/model"
+    remove_prefix(redis_server.url, "aliased")
+    in_aliases(lambda aliases: aliases.remove("short"))
+    with pytest.raises(ConfigError, match="invalid model ''"):
+        publish_prefix(redis_server.url, "aliased", "", "x", is_json=False)
 
 
 @pytest.mark.parametrize(
