@@ -30,6 +30,7 @@ KEY_BYTES = NONCE_BYTES = 32
 HELLO_S = 2.0  # time for a connection to prove itself
 POLL_S = 0.1
 SEND_S = 30.0
+JOIN_S = 4.0  # a host without a connection after it loses its ranks to the next that asks
 
 Role = tuple[str, int]  # kind, rank
 
@@ -47,6 +48,7 @@ class HostConnections:
     name: str
     ranks: range
     sockets: dict[Role, socket.socket] = field(default_factory=dict)
+    assigned_at: float = field(default_factory=time.monotonic)
 
     @property
     def steps(self) -> socket.socket:
@@ -67,17 +69,21 @@ def roles_of(ranks: range, shape: MeshShape) -> Iterator[Role]:
 
 
 class HostListener:
-    """Accepts other hosts at the leader: they run the last `num_ranks` ranks of the group. Raises
-    OSError for an address that is not this host's.
+    """Accepts other hosts at the leader: they run the last `num_ranks` ranks of the group. A host
+    that opens no connection within `join_s` may never come. Raises OSError for an address that is
+    not this host's.
     """
 
-    def __init__(self, host: str, shape: MeshShape, num_ranks: int) -> None:
+    def __init__(
+        self, host: str, shape: MeshShape, num_ranks: int, *, join_s: float = JOIN_S
+    ) -> None:
         self.host, self.shape = host, shape
         self.key = secrets.token_bytes(KEY_BYTES)
         self._socket = socket.create_server((host, 0))
         self._socket.settimeout(POLL_S)
         self._hosts: list[HostConnections] = []
-        self._next_rank = shape.num_ranks - num_ranks
+        self._ranks = range(shape.num_ranks - num_ranks, shape.num_ranks)
+        self._join_s = join_s
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -88,15 +94,18 @@ class HostListener:
 
     @property
     def num_missing(self) -> int:
-        return self.shape.num_ranks - self._next_rank
+        return len(self._ranks) - sum(len(each.ranks) for each in self._hosts)
 
     def assign(self, name: str, num_ranks: int) -> range:
         """The next ranks are this host's. Raises ValueError if fewer are missing."""
         with self._lock:
-            if not 1 <= num_ranks <= self.num_missing:
+            oldest = time.monotonic() - self._join_s
+            self._hosts = [
+                each for each in self._hosts if each.sockets or each.assigned_at > oldest
+            ]
+            ranks = self._missing_ranks(num_ranks)
+            if ranks is None:
                 raise ValueError(f"{name} offers {num_ranks} ranks: {self.num_missing} are missing")
-            ranks = range(self._next_rank, self._next_rank + num_ranks)
-            self._next_rank = ranks.stop
             if name in {gethostname(), *(each.name for each in self._hosts)}:
                 name = f"{name} ({ranks.start})"
             self._hosts.append(HostConnections(name, ranks))
@@ -115,7 +124,14 @@ class HostListener:
             except OSError:  # closed
                 raise GroupLost(f"no longer listening: {missing}") from None
             self._admit(connection)
-        return self._hosts
+        return sorted(self._hosts, key=lambda each: each.ranks.start)
+
+    def _missing_ranks(self, count: int) -> range | None:
+        """Returns the first `count` ranks, one after the other, that no host has."""
+        assigned = {rank for each in self._hosts for rank in each.ranks}
+        firsts = range(self._ranks.start, self._ranks.stop - count + 1) if count > 0 else ()
+        found = (range(first, first + count) for first in firsts)
+        return next((each for each in found if assigned.isdisjoint(each)), None)
 
     def _missing(self) -> str | None:
         with self._lock:

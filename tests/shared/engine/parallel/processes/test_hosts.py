@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -47,6 +48,7 @@ from tests.shared.engine.parallel.processes.test_group import (
     plan,
     spec,
 )
+from tests.support.waiting import until
 
 Other = subprocess.Popen
 
@@ -244,6 +246,28 @@ def test_host_does_not_wait_until_the_leader_takes_an_answer(connect: Connect) -
     with pytest.raises(GroupLost, match="the leader has ended the group"):
         host.run()
     answers.close()
+
+
+async def test_ranks_of_a_host_that_does_not_come_are_the_next_ones() -> None:
+    """It was stopped after the answer, or the answer did not reach it."""
+    shape = MeshShape(1, 4)
+    listener = HostListener("127.0.0.1", shape, 2, join_s=0.0)
+    address, joined = ("127.0.0.1", listener.port), []
+    with ThreadPoolExecutor(1) as pool, ExitStack() as ends:
+        accepted = pool.submit(listener.accept, WAIT_S)
+        ends.callback(listener.close)
+        assert listener.assign("gone", 2) == range(2, 4)
+        for name, ranks in (("one", range(2, 3)), ("two", range(3, 4))):
+            assert listener.assign(name, 1) == ranks
+            joined.append(open_connections(address, listener.key, name, ranks, shape))
+            ends.callback(joined[-1].close)
+            await until(lambda: listener._hosts[-1].sockets.keys() == joined[-1].sockets.keys())
+        hosts = accepted.result(WAIT_S)
+        ends.callback(lambda: [each.close() for each in hosts])
+        assert [(each.name, each.ranks) for each in hosts] == [
+            ("one", range(2, 3)),
+            ("two", range(3, 4)),
+        ]
 
 
 def test_host_without_the_key_does_not_join() -> None:
