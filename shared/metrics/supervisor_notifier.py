@@ -47,9 +47,12 @@ class Notifier:
         return inf if self._watchdog_s is None else self._watchdog_s / REPORTS_PER_LIMIT
 
     def send(self, state: str) -> None:
-        """Sends a state. A supervisor that has gone gets none."""
+        """Sends a state, on the process's event loop. A supervisor that has gone, or does not read,
+        gets none.
+        """
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
+                connection.setblocking(False)
                 connection.connect(self._address)
                 connection.send(state.encode())
         except OSError as error:

@@ -6,7 +6,9 @@ import asyncio
 import socket
 from pathlib import Path
 
+import pytest
 from msgspec import structs
+from structlog.testing import capture_logs
 
 from shared.messages import Heartbeat, WorkerLoad
 from shared.metrics.supervisor_notifier import PROGRESS, READY, Notifier, StepWatch, TurnNotifier
@@ -42,6 +44,21 @@ def test_engine_is_sound_while_its_steps_end_in_time() -> None:
 
 def test_process_without_an_engine_is_sound() -> None:
     assert StepWatch().is_sound(HEARTBEAT, now=1e9)
+
+
+def test_supervisor_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
+    path = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+        notified.bind(path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.connect(path)
+            sender.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                while True:
+                    sender.send(b"state")
+            with capture_logs() as logs:
+                Notifier(path).send(READY)
+        assert [each["event"] for each in logs] == ["supervisor_not_notified"]
 
 
 async def test_states_arrive_at_the_socket(tmp_path: Path) -> None:

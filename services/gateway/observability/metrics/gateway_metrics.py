@@ -350,7 +350,7 @@ class GatewayMetrics:
 
     def _latencies(self, name: str) -> tuple[int, ...]:
         """Returns the values of all models by bucket of LATENCY_BOUNDS_S."""
-        return latency_counts([each.by_name[name] for each in self.own.histograms.values()])
+        return latency_counts([each.by_name[name] for each in [*self.own.histograms.values()]])
 
     def render(self, names: str = "hearth") -> bytes:
         """Returns the metrics in Prometheus's text format under "hearth" names or, for the boards
