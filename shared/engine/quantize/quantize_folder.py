@@ -115,8 +115,7 @@ def quantize_folder(
         if kind == "mxfp4":
             experts = StackedMxfp4(tensors)
             _write_shards(folder, experts, work, progress)
-            _write_json(work, CONFIG, {**config, FIELD: MXFP4_CONFIG})
-            work.publish()
+            _publish(work, tensors, {**config, FIELD: MXFP4_CONFIG})
             return len(experts.layers)
         _check_experts(tensors)
         matrices = sorted(_matrices(tensors))
@@ -129,9 +128,16 @@ def quantize_folder(
         _check_dense(tensors, layers)
         _write_shards(folder, _Written(tensors, frozenset(layers), form), work, progress)
         dense = sorted({*matrices} - {*layers})
-        _write_json(work, CONFIG, {**config, FIELD: _quantization_config(form, patterns, dense)})
-        work.publish()
+        described = _quantization_config(form, patterns, dense)
+        _publish(work, tensors, {**config, FIELD: described})
     return len(layers)
+
+
+def _publish(work: WorkFolder, tensors: CheckpointTensors, config: dict[str, Any]) -> None:
+    """Raises CheckpointError if a file of weights changed while it was read."""
+    tensors.check_unchanged()
+    _write_json(work, CONFIG, config)
+    work.publish()
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,20 @@ def test_files_beside_the_model_are_copied_and_those_of_a_stopped_run_are_not(
     assert {path.relative_to(target).as_posix() for path in target.rglob("*")} == names
     copied = load_file(target / "2_Dense" / "model.safetensors")
     assert torch.equal(copied["linear.weight"], beside["linear.weight"])
+
+
+def test_weights_that_change_while_they_are_read_are_an_error(tmp_path: Path) -> None:
+    """A download writes them again: some tensors would be the old ones."""
+    source = tmp_path / "plain"
+    write_llama(source, dtype=torch.bfloat16)
+
+    class Download(NoProgress):
+        def advance(self, what: str, num_bytes: int) -> None:
+            os.utime(source / "model.safetensors", ns=(0, 0))
+
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: the file changed while"):
+        quantize_folder(source, tmp_path / "new", "fp8", Download())
+    assert not (tmp_path / "new").exists()
 
 
 def test_codes_are_not_rounded_again(tmp_path: Path) -> None:
