@@ -25,9 +25,12 @@ COLUMNS = ("dtype", "tensors", "coded", "bits a\nweight", "entropy\nbound", "sav
 
 
 class ProgressDisplay:
-    """A bar on a terminal; otherwise one line per file."""
+    """A bar on a terminal; otherwise one line per file. `resumes`: the work of a stopped command is
+    continued by the next one.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, resumes: bool = True) -> None:
+        self._resumes = resumes
         self._console = text_console(stderr=True)
         self._what = ""
         self._bar = Progress(
@@ -48,7 +51,8 @@ class ProgressDisplay:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._bar.stop()
         if kind is KeyboardInterrupt:
-            print("hearth: stopped; run the same command to continue", file=sys.stderr)
+            left = "run the same command to continue" if self._resumes else "nothing is written"
+            print(f"hearth: stopped; {left}", file=sys.stderr)
 
     def expect(self, num_bytes: int) -> None:
         self._bar.update(self._task, total=num_bytes)

@@ -58,7 +58,7 @@ def quantize(
     from shared.engine.quantize.quantize_folder import quantize_folder
 
     _check_patterns(ignore or ())
-    with ProgressDisplay() as display:
+    with ProgressDisplay(resumes=False) as display:
         num_layers = quantize_folder(
             local_model(model),
             out,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.checkpoints.compression_progress import show_savings
+from services.cli.checkpoints.compression_progress import ProgressDisplay, show_savings
 from shared.engine.codec.manifest import Manifest, ManifestTensor, StoredShard
 
 KINDS = (
@@ -35,6 +35,17 @@ def _table_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     shard = StoredShard(path="model.safetensors", header="", tensors=tensors)
     show_savings(Manifest(shards=(shard,), files=()), Path("out"))
     return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("resumes", "left"), [(True, "run the same command to continue"), (False, "nothing is written")]
+)
+def test_a_stopped_command_says_what_is_left(
+    resumes: bool, left: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KeyboardInterrupt), ProgressDisplay(resumes=resumes):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == f"hearth: stopped; {left}\n"
 
 
 def test_each_kind_has_one_line_in_a_pipe(
