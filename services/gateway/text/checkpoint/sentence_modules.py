@@ -56,7 +56,10 @@ def model_pooling(modules: SentenceModules | None) -> Pooling | None:
     """
     if modules is None or modules.pooling is not None:
         return None if modules is None else modules.pooling
-    raise InvalidRequest(f"model: its vectors are not served: {modules.reason}", param="model")
+    raise InvalidRequest(
+        f"model: {modules.reason}: only requests for embeddings with `pooling` are served",
+        param="model",
+    )
 
 
 def _pooling(model_dir: Path) -> Pooling:

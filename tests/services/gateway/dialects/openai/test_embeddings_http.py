@@ -157,7 +157,7 @@ async def test_vectors_of_further_layers_are_refused(tmp_path: Path, cluster: Cl
         ):
             response = await beside.http.post(route, json=body)
             check_envelope(response, 400, "invalid_request", "model")
-            assert "modules.json has a Dense, which is not supported" in response.text
+            assert "a Dense, which is not supported: only requests for emb" in response.text
         response = await beside.http.post(ROUTE, json={"input": "a", "pooling": "last"})
         assert response.status_code == 200
 
