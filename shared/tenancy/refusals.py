@@ -21,8 +21,8 @@ from shared.tenancy.residency import Owner, regions_of
 
 log = structlog.get_logger(__name__)
 
-# What refused: a process for a request of the tenant, a store for its records, one end of the data
-# plane for its KV, a link to a site, or the export of its spans.
+# What refused: a process for a request of the tenant, one end of the data plane for its KV, a link
+# to a site, or the export of its spans. What is not stored is in the audit log alone.
 Check = Literal[
     "gateway",
     "scheduler",
@@ -35,8 +35,6 @@ Check = Literal[
     "kv_push",
     "kv_receive",
     "pixels",
-    "responses",
-    "prefixes",
     "site",
     "trace",
     "bus",
