@@ -39,7 +39,7 @@ from services.kv_index.service import build_kv_index
 from shared import subjects
 from shared.clock import MonotonicClock
 from shared.config import KvIndexConfig
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.messages import (
     BlockPage,
     BlocksRemoved,
@@ -309,8 +309,10 @@ class Peer:
             MonotonicClock(),
             SystemRandomness(),
             roles=("prefill",),
-            load=lambda: WorkerLoad(step=0, step_budget_s=60.0, num_kv_events=self.num_events),
             model=CARD,
+            loads=Loads(
+                worker=lambda: WorkerLoad(step=0, step_budget_s=60.0, num_kv_events=self.num_events)
+            ),
         )
         self.health_monitor.epoch = 1
 

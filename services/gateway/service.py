@@ -40,7 +40,7 @@ from shared.background import Background
 from shared.clock import Clock, MonotonicClock
 from shared.config import GatewayConfig, check, weights_of_sites
 from shared.errors import NoCapacity
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.lifecycle.identity import connect, connect_to_clients
 from shared.metrics.families.member import Member
 from shared.metrics.process_report import ProcessReport
@@ -141,9 +141,11 @@ class GatewayService:
             roles=("gateway",),
             reads_models=True,
             region=self._config.region,
-            gateway=self.metrics.load,
-            store=stores.fast.load,
-            links=tuple if linked is None else linked.loads,
+            loads=Loads(
+                gateway=self.metrics.load,
+                store=stores.fast.load,
+                links=tuple if linked is None else linked.loads,
+            ),
         )
 
     def _new_tenancy(self, stores: GatewayStores) -> Tenancy:

@@ -41,7 +41,7 @@ from shared.background import Background, failing_alone
 from shared.clock import Clock, MonotonicClock
 from shared.config import HostConfig, check, redis_tls_of
 from shared.errors import HearthError, NoCapacity, UnknownModel, WorkerBusy
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.lifecycle.identity import connect
 from shared.messages import (
     Done,
@@ -118,8 +118,7 @@ class HostService:
             randomness,
             roles=("host",),
             region=config.region,
-            host=self._load,
-            store=store.load,
+            loads=Loads(host=self._load, store=store.load),
         )
         self.health_monitor.on_heartbeat(self._on_heartbeat)
 

@@ -28,7 +28,7 @@ from shared.clock import Clock, MonotonicClock
 from shared.config import KvIndexConfig, check, redis_tls_of
 from shared.errors import HearthError, InvalidRequest
 from shared.lifecycle.health import Loss
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.lifecycle.identity import connect
 from shared.messages import (
     BlockPage,
@@ -78,8 +78,7 @@ class KvIndexService:
             randomness,
             roles=("kv_index",),
             region=config.region,
-            index=self._load,
-            store=store.load,
+            loads=Loads(index=self._load, store=store.load),
         )
         self.indexes = ClassIndexes(bus.regions.own_classes)
         self._num_resyncs = 0

@@ -45,7 +45,7 @@ from shared.errors import (
     WorkerBusy,
 )
 from shared.lifecycle.health import Loss
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.lifecycle.identity import connect
 from shared.messages import (
     AbortRequest,
@@ -99,8 +99,7 @@ class SchedulerService:
             roles=("scheduler",),
             reads_models=True,
             region=config.region,
-            scheduler=self._load,
-            links=self._link_loads,
+            loads=Loads(scheduler=self._load, links=self._link_loads),
         )
         self._requests = self.health_monitor.requests
         self._config = config

@@ -29,7 +29,7 @@ from shared.engine.vision.image_encoder import ImageEncoder
 from shared.engine.vision.image_jobs import ImageJobs
 from shared.engine.vision.vector_cache import VectorCache
 from shared.errors import InvalidRequest
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.lifecycle.heartbeat_numbers import HeartbeatNumbers
 from shared.lifecycle.identity import connect
 from shared.lifecycle.process import Service
@@ -215,8 +215,8 @@ async def build_encode_worker(config: EncodeConfig) -> Service:
             randomness,
             roles=("encode",),
             region=config.region,
-            load=lambda: load.load(service.num_unfinished),
             numbers=numbers,
+            loads=Loads(worker=lambda: load.load(service.num_unfinished)),
         )
         monitor.encoder = loaded.card
         port = await open_pixel_port(config, monitor.requests, bus.process_id, clock, randomness)

@@ -30,7 +30,7 @@ from shared.engine.vision.sequence_images import WantedImages
 from shared.engine.vision.worker_images import WorkerImages
 from shared.errors import InvalidRequest, WorkerBusy, WorkerUnfit
 from shared.kv_wire.expected_pushes import ReceiverCounts
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.lifecycle.heartbeat_numbers import HeartbeatNumbers
 from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import (
@@ -110,10 +110,10 @@ class EngineWorker:
             roles=roles.current,
             possible_roles=roles.possible,
             region=region,
-            load=self._load,
             model=served.card,
             kv_targets=kv_targets,
             numbers=numbers,
+            loads=Loads(worker=self._load),
         )
         self.images: WorkerImages | None = None  # None: the model takes no images
         self.announced = AnnouncedBlocks(self.health_monitor.fleet)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from math import inf
 from socket import gethostname
 
@@ -70,10 +71,26 @@ MEASURE_S = 1.0  # interval of the search for peers to probe
 LostHandler = Callable[[str, Loss], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """Functions that a process calls for each heartbeat, to report the state of its engine, index,
+    gateway, scheduler, host, Redis connection or links to other sites. None: it has none.
+    """
+
+    worker: Callable[[], WorkerLoad] | None = None
+    index: Callable[[], IndexLoad] | None = None
+    gateway: Callable[[], GatewayLoad] | None = None
+    scheduler: Callable[[], SchedulerLoad] | None = None
+    host: Callable[[], HostLoad] | None = None
+    store: Callable[[], StoreLoad] | None = None
+    links: Callable[[], tuple[LinkLoad, ...]] = tuple
+
+
+NO_LOADS = Loads()
+
+
 class HealthMonitor:
-    """Calls `load`, `index`, `gateway`, `scheduler`, `host`, `store` and `links` for every
-    heartbeat, to report the state of an engine, an index, a gateway, a scheduler, a host, a Redis
-    connection or the links to other sites.
+    """Sends heartbeats with what `loads` report.
 
     `requests` measures the round trip to each peer; peers in use are probed. Without `reads_models`
     the heartbeats of hosts have no models. `numbers` are those of heartbeats that this process has
@@ -89,15 +106,9 @@ class HealthMonitor:
         roles: tuple[Role, ...],
         possible_roles: tuple[WorkerRole, ...] = (),
         region: str = "",
-        load: Callable[[], WorkerLoad] | None = None,
         model: ModelCard | None = None,
         kv_targets: KvTargets = (),
-        index: Callable[[], IndexLoad] | None = None,
-        gateway: Callable[[], GatewayLoad] | None = None,
-        scheduler: Callable[[], SchedulerLoad] | None = None,
-        host: Callable[[], HostLoad] | None = None,
-        store: Callable[[], StoreLoad] | None = None,
-        links: Callable[[], tuple[LinkLoad, ...]] = tuple,
+        loads: Loads = NO_LOADS,
         reads_models: bool = False,
         numbers: HeartbeatNumbers | None = None,
     ) -> None:
@@ -119,15 +130,9 @@ class HealthMonitor:
         self._roles = roles
         self._possible_roles = possible_roles
         self._region = region
-        self._load = load
         self._model = model
         self._kv_targets = kv_targets
-        self._index = index
-        self._gateway = gateway
-        self._scheduler = scheduler
-        self._host = host
-        self._store = store
-        self._links = links
+        self._loads = loads
         self._site_lines = LogLimit(clock.now)
         self._subject = heartbeat(roles, bus.process_id, region)
         self._host_name = gethostname()
@@ -150,7 +155,7 @@ class HealthMonitor:
         for role in self._possible_roles or self._roles[:1]:  # peers use the first announced role
             own = alive(role, self._bus.process_id)
             await self._bus.serve(own, ReportAlive, lambda _: self._alive())
-        if self._host is not None:
+        if self._loads.host is not None:
             own = list_host_models(self._bus.process_id)
             await self._bus.serve(
                 own, ListHostModels, lambda each: self._announced.page(each.first)
@@ -353,6 +358,7 @@ class HealthMonitor:
 
     def describe(self) -> Heartbeat:
         """This process's state now, as its next heartbeat reports it."""
+        loads = self._loads
         return Heartbeat(
             process_id=self._bus.process_id,
             epoch=self.epoch,
@@ -361,22 +367,22 @@ class HealthMonitor:
             state=self.state,
             interval_s=HEARTBEAT_INTERVAL_S,
             region=self._region,
-            load=None if self._load is None else self._load(),
+            load=None if loads.worker is None else loads.worker(),
             model=self._model,
             kv_targets=self._kv_targets,
-            index=None if self._index is None else self._index(),
+            index=None if loads.index is None else loads.index(),
             num_impostors=self._bus.num_sender_mismatches,
             uptime_s=self.uptime_s,
-            gateway=None if self._gateway is None else self._gateway(),
-            scheduler=None if self._scheduler is None else self._scheduler(),
+            gateway=None if loads.gateway is None else loads.gateway(),
+            scheduler=None if loads.scheduler is None else loads.scheduler(),
             possible_roles=self._possible_roles,
-            host=None if self._host is None else self._host(),
+            host=None if loads.host is None else loads.host(),
             release=installed_release(),
             num_bus_reconnects=self._bus.num_reconnects,
             num_failed_items=num_failed_items(),
-            store=None if self._store is None else self._store(),
+            store=None if loads.store is None else loads.store(),
             host_name=self._host_name,
-            links=self._links(),
+            links=loads.links(),
             refusals=self.refusals.last(),
             num_refusals=tuple(self.refusals.totals.items()),
             encoder=self.encoder,

@@ -18,7 +18,7 @@ import msgspec
 from shared import subjects
 from shared.clock import MonotonicClock
 from shared.errors import HearthError, NoCapacity, UnknownPlacement
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.messages import (
     AbortRequest,
     AckFinished,
@@ -145,8 +145,8 @@ class PeerDecode:
             MonotonicClock(),
             SystemRandomness(),
             roles=("decode",),
-            load=self._load,
             model=self.card,
+            loads=Loads(worker=self._load),
         )
 
     def forget(self) -> None:

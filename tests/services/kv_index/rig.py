@@ -11,7 +11,7 @@ from services.kv_index.service import KvIndexService
 from shared import subjects
 from shared.clock import Clock
 from shared.config import KvIndexConfig
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.messages import (
     BlockPage,
     BlocksRemoved,
@@ -75,7 +75,12 @@ class CacheWorker:
         card = model_card(kv_format=FORMAT)
         randomness = SeededRandomness(epoch)
         self.health_monitor = HealthMonitor(
-            bus, clock, randomness, roles=(role,), load=self._load, model=card
+            bus,
+            clock,
+            randomness,
+            roles=(role,),
+            model=card,
+            loads=Loads(worker=self._load),
         )
         self.health_monitor.epoch = epoch
 

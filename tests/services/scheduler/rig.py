@@ -12,7 +12,7 @@ import msgspec
 from services.scheduler.service import SchedulerService
 from shared import subjects
 from shared.config import SchedulerConfig
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.messages import (
     AbortRequest,
     DecodeStarted,
@@ -85,8 +85,8 @@ class Worker:
             randomness,
             roles=(self.role,),
             region=self.region,
-            load=self._load,
             model=card,
+            loads=Loads(worker=self._load),
         )
         await self.bus.serve(subjects.start_decode(worker_id), StartDecode, self._start)
         control = subjects.control("decode", worker_id)

@@ -7,7 +7,7 @@ import structlog
 
 from shared.errors import NameInUse
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, Loss
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.lifecycle.identity import check_name
 from shared.lifecycle.release import installed_release
 from shared.messages import Heartbeat, Role, WorkerLoad
@@ -31,7 +31,7 @@ class Process:
             VirtualClock(),
             SeededRandomness(seed),
             roles=("decode",),
-            load=self.load,
+            loads=Loads(worker=self.load),
         )
         self.health_monitor.on_lost(lambda peer, loss: self.lost.append((peer, loss)))
         self.health_monitor.on_heartbeat(self.received.append)

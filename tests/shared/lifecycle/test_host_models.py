@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from shared.background import Background
 from shared.lifecycle import host_models
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.lifecycle.host_models import (
     MAX_REASON_CHARS,
     PAGE_MODELS,
@@ -43,7 +43,9 @@ class Host:
             VirtualClock(),
             SeededRandomness(1),
             roles=("host",),
-            host=lambda: HostLoad(devices=(DEVICE,), models=tuple(self.models.values())),
+            loads=Loads(
+                host=lambda: HostLoad(devices=(DEVICE,), models=tuple(self.models.values()))
+            ),
         )
 
 

@@ -11,7 +11,7 @@ import structlog
 from shared.errors import SenderMismatch
 from shared.fleet.fleet_view import FleetView
 from shared.lifecycle.health import SILENCE_LIMIT_S
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.messages import Heartbeat, SiteState
 from shared.sites.gateway_epochs import DOUBLED_S, site_instance
 from shared.sites.link_loads import CUT_S
@@ -34,7 +34,11 @@ class LinkedSite:
         self.taken: list[SiteState] = []
         self.linked = LinkedSites(bus, clock, "a")
         self.monitor = HealthMonitor(
-            bus, clock, SeededRandomness(1), roles=("gateway",), links=self.linked.loads
+            bus,
+            clock,
+            SeededRandomness(1),
+            roles=("gateway",),
+            loads=Loads(links=self.linked.loads),
         )
 
     async def start(self) -> None:

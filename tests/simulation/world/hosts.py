@@ -19,7 +19,7 @@ from services.host.hosted_model import (
 from services.host.model_states import HostStates
 from shared import subjects
 from shared.errors import HearthError, WorkerBusy
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.messages import (
     DeviceMemory,
     Done,
@@ -74,7 +74,11 @@ class SimulatedHost:
         self._cards: dict[str, ModelCard] = {}
         self._clock = ProcessClock(self.process)
         self.health_monitor = HealthMonitor(
-            self.bus, self._clock, SeededRandomness(seed), roles=("host",), host=self._load
+            self.bus,
+            self._clock,
+            SeededRandomness(seed),
+            roles=("host",),
+            loads=Loads(host=self._load),
         )
 
     @property

@@ -9,7 +9,7 @@ from services.gateway.streams.actions import Report
 from services.gateway.streams.stream_driver import StreamDriver
 from shared.config import GatewayConfig
 from shared.errors import NoCapacity
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.regions.region_check import RegionCheck
 from shared.regions.region_classes import NO_CLASSES, RegionClasses
 from shared.sites.linked_sites import LinkedSites
@@ -37,7 +37,12 @@ class StreamGateway:
         self.bus = network.bus(gateway_id, self.process, RegionCheck(region, classes))
         linked = LinkedSites(self.bus, clock, site)
         self.health_monitor = HealthMonitor(
-            self.bus, clock, randomness, roles=("gateway",), region=region, links=linked.loads
+            self.bus,
+            clock,
+            randomness,
+            roles=("gateway",),
+            region=region,
+            loads=Loads(links=linked.loads),
         )
         self.driver = StreamDriver(self.bus, clock, self.health_monitor, on_report=on_report)
         self.config = config = GatewayConfig(

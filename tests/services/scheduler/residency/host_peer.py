@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from shared import subjects
-from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.messages import (
     DeviceMemory,
     Done,
@@ -65,7 +65,7 @@ class HostPeer:
             SeededRandomness(hash_of(self.host_id)),
             roles=("host",),
             region=self.region,
-            host=self.load,
+            loads=Loads(host=self.load),
         )
         subject = subjects.host_models(self.host_id)
         await self.bus.serve(subject, WakeModel | ParkModel, self._serve)
