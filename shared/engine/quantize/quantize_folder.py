@@ -114,6 +114,7 @@ def quantize_folder(
         _check_dtypes(tensors)
         if kind == "mxfp4":
             experts = StackedMxfp4(tensors)
+            _check_dense(tensors, experts.layers)
             _write_shards(folder, experts, work, progress)
             _publish(work, tensors, {**config, FIELD: MXFP4_CONFIG})
             return len(experts.layers)
@@ -125,7 +126,7 @@ def quantize_folder(
         ]
         if not layers:
             raise ConfigError(f"{source}: no linear layer is left to quantize")
-        _check_dense(tensors, layers)
+        _check_dense(tensors, (f"{each}.weight" for each in layers))
         _write_shards(folder, _Written(tensors, frozenset(layers), form), work, progress)
         dense = sorted({*matrices} - {*layers})
         described = _quantization_config(form, patterns, dense)
@@ -168,9 +169,9 @@ def _check_dtypes(tensors: CheckpointTensors) -> None:
             )
 
 
-def _check_dense(tensors: CheckpointTensors, layers: Iterable[str]) -> None:
-    """Raises CheckpointError for a layer whose numbers are codes."""
-    for name in (f"{each}.weight" for each in layers):
+def _check_dense(tensors: CheckpointTensors, names: Iterable[str]) -> None:
+    """Raises CheckpointError for a tensor whose numbers are codes."""
+    for name in names:
         dtype = tensors.info(name).dtype
         if dtype not in SOURCE_DTYPES:
             raise CheckpointError(

@@ -159,6 +159,14 @@ def test_codes_are_not_rounded_again(tmp_path: Path) -> None:
         quantize(tmp_path, tmp_path / "new", "fp8")
 
 
+def test_codes_of_stacked_experts_are_not_rounded_again(tmp_path: Path) -> None:
+    FAMILIES["gpt-oss"].write(tmp_path, hidden_size=64, intermediate_size=64)
+    name = "model.layers.1.mlp.experts.down_proj"
+    edit_tensors(tmp_path, lambda found: found.update({name: found[name].to(torch.float8_e4m3fn)}))
+    with pytest.raises(CheckpointError, match=rf"tensor {name} is F8_E4M3; only BF16"):
+        quantize(tmp_path, tmp_path / "new", "mxfp4")
+
+
 def test_what_cannot_be_quantized(tmp_path: Path) -> None:
     source = tmp_path / "plain"
     write_llama(source, dtype=torch.bfloat16)
