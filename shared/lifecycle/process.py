@@ -24,8 +24,8 @@ from shared.background import TASK_FAILED, Background, start_awaited
 from shared.clock import MonotonicClock, process_age_s
 from shared.config import ProcessConfig
 from shared.errors import HearthError
-from shared.lifecycle.descriptors import raise_descriptor_limit
 from shared.lifecycle.garbage import collect_garbage, freeze_heap
+from shared.lifecycle.limits import forbid_core_dumps, raise_descriptor_limit
 from shared.metrics.process_report import ProcessReport
 from shared.metrics.supervisor_notifier import READY, STOPPING, Notifier
 from shared.secrets.option_files import poll_files
@@ -66,6 +66,7 @@ def run_service(config: ProcessConfig, build: Callable[[], Awaitable[Service]]) 
         config.process_id, level=config.log_level, log_format=config.log_format
     )
     raise_descriptor_limit()
+    forbid_core_dumps()
     try:
         uvloop.run(_live(config, build))
     except HearthError as error:

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shared.lifecycle.descriptors import MAX_DESCRIPTORS
+from shared.lifecycle.limits import MAX_DESCRIPTORS
 from tests.support.waiting import LIMIT_S
 
+CORE = resource.RLIMIT_CORE
 SCRIPT = """
 import asyncio, resource, sys, time
 from shared.background import Background
@@ -24,8 +25,9 @@ class Service:
         print(word, flush=True)
     async def start(self):
         self.say("started")
-        if sys.argv[1] == "count descriptors":
+        if sys.argv[1] == "show limits":
             self.say(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            self.say(resource.getrlimit(resource.RLIMIT_CORE))
         if sys.argv[1] == "start slowly":
             await asyncio.Event().wait()
         if sys.argv[1] == "refuse":
@@ -82,14 +84,18 @@ def wait_for_log(child: subprocess.Popen[str], word: str) -> None:
 
 
 def test_process_may_open_as_many_files_as_the_system_allows() -> None:
-    given = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """And dumps no core unless an operator permits it."""
+    given, core = (resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, CORE))
     resource.setrlimit(resource.RLIMIT_NOFILE, (given[1] // 2, given[1]))
+    resource.setrlimit(CORE, (core[1], core[1]))
     try:
-        with process("count descriptors") as child:
+        with process("show limits") as child:
             assert read_line(child) == "started"
             assert int(read_line(child)) == min(given[1], MAX_DESCRIPTORS)
+            assert read_line(child) == str((0, core[1]))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, given)
+        resource.setrlimit(CORE, core)
 
 
 def test_signal_drains_and_stops() -> None:
