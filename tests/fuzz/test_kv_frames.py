@@ -47,6 +47,7 @@ from tests.shared.kv_wire.support import (
     fill_with,
     header,
 )
+from tests.support.waiting import LIMIT_S
 
 PLACEMENT_ID, OTHER_ID = b"placement-a", b"placement-b"
 PAYLOADS = tuple(random.Random(seed).randbytes(size) for seed, size in enumerate((1, 1000, 5000)))
@@ -200,7 +201,7 @@ async def play(data: bytes, cuts: list[int], *, is_unix: bool) -> None:
 
 
 async def _check_next_frame(server: KvServer, *, is_unix: bool) -> None:
-    sink, dialer = RecordingSink(), Dialer(connect_timeout_s=5.0)
+    sink, dialer = RecordingSink(), Dialer(connect_timeout_s=LIMIT_S)
     server.expect(b"placement-c", sink)
     changed: dict[str, Any] = {"port": 1} if is_unix else {"unix_path": ""}
     link = await dialer.link(msgspec.structs.replace(server.address, **changed))

@@ -16,13 +16,14 @@ from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.ports.nixl_port import NixlPort
 from tests.shared.kv_wire.support import INSTANCE, RecordingSink, fill_with, header, payload_of
+from tests.support.waiting import LIMIT_S
 
 pytestmark = pytest.mark.skipif(find_spec("nixl") is None, reason="the wheel is not installed")
 
 
 async def test_frames_arrive_through_agents_of_the_wheel() -> None:
     server = await KvServer.start(instance_id=INSTANCE, nixl=await NixlPort.start())
-    dialer = Dialer(connect_timeout_s=5.0, nixl=await NixlPort.start())
+    dialer = Dialer(connect_timeout_s=LIMIT_S, nixl=await NixlPort.start())
     sink = RecordingSink()
     server.expect(b"placement-a", sink)
     link = await dialer.link(msgspec.structs.replace(server.address, unix_path=""))

@@ -73,7 +73,7 @@ async def environ(tmp_path: Path) -> AsyncIterator[dict[str, str]]:
 
 async def connects(url: str) -> bool:
     try:
-        client = await nats.connect(url, allow_reconnect=False, connect_timeout=2)
+        client = await nats.connect(url, allow_reconnect=False, connect_timeout=LIMIT_S)
     except (nats.errors.Error, OSError):
         return False
     await client.close()

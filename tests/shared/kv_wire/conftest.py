@@ -16,6 +16,7 @@ from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import DataPlaneAddress, LinkKey
 from shared.randomness import SystemRandomness
 from tests.shared.kv_wire.support import INSTANCE
+from tests.support.waiting import LIMIT_S
 from tests.support.world.kv_link import SimulatedDialer, SimulatedReceiver
 
 
@@ -35,7 +36,7 @@ async def server() -> AsyncIterator[KvServer]:
 
 @pytest.fixture
 async def dialer() -> AsyncIterator[Dialer]:
-    dialer = Dialer(connect_timeout_s=5.0)
+    dialer = Dialer(connect_timeout_s=LIMIT_S)
     yield dialer
     await dialer.close()
 
@@ -59,7 +60,7 @@ class KeyedDialer(Dialer):
     """Seals its links over TCP with one key."""
 
     def __init__(self, link_key: LinkKey | None) -> None:
-        super().__init__(connect_timeout_s=5.0)
+        super().__init__(connect_timeout_s=LIMIT_S)
         self._link_key = link_key
 
     async def link(self, target: DataPlaneAddress, link_key: LinkKey | None = None) -> StagedLink:

@@ -10,12 +10,13 @@ import msgspec
 from shared.kv_wire.dialer import Dialer
 from shared.messages import DataPlaneAddress
 from tests.shared.kv_wire.support import fill_with, header
+from tests.support.waiting import LIMIT_S
 
 NUM_BYTES = 1 << 20
 
 
 async def main(address: DataPlaneAddress) -> None:
-    link = await Dialer(connect_timeout_s=5.0).link(address)
+    link = await Dialer(connect_timeout_s=LIMIT_S).link(address)
     fill = fill_with(bytes(NUM_BYTES))
 
     async def push() -> None:

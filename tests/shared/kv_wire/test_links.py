@@ -244,7 +244,7 @@ async def test_closed_links_leak_nothing(address: DataPlaneAddress, server: KvSe
         gate = asyncio.Event()
         sink = RecordingSink(gate if is_busy else None)
         server.expect(b"placement-a", sink)
-        dialer = Dialer(connect_timeout_s=5.0)
+        dialer = Dialer(connect_timeout_s=LIMIT_S)
         link = await dialer.link(address)
         send = asyncio.ensure_future(link.send(header(2 << 20), fill_with(bytes(2 << 20))))
         await sink.entered.wait()

@@ -30,6 +30,7 @@ from tests.shared.kv_wire.support import (
     header,
     payload_of,
 )
+from tests.support.waiting import LIMIT_S
 
 
 def address_of(memory: memoryview) -> int:
@@ -102,7 +103,7 @@ async def link_with(
     link_keys: LinkKeys | None = None,
 ) -> AsyncIterator[StagedLink]:
     server = await KvServer.start(instance_id=INSTANCE, page_lock=receiver, link_keys=link_keys)
-    dialer = Dialer(connect_timeout_s=5.0, page_lock=sender)
+    dialer = Dialer(connect_timeout_s=LIMIT_S, page_lock=sender)
     server.expect(b"placement-a", sink)
     address = msgspec.structs.replace(
         server.address, **({"unix_path": ""} if is_tcp else {"port": 1})

@@ -264,15 +264,17 @@ async def test_prefill_crosses_a_link_and_its_end_comes_back(sites: dict[str, Si
     await worker.close()
 
 
-async def bus(site: Site, name: str, process: str, seed: str = "") -> NatsBus:
+async def bus(
+    site: Site, name: str, process: str, seed: str = "", timeout_s: float = LIMIT_S
+) -> NatsBus:
     path = site.seeds / (seed or f"{name}/{process}.nk")
     url = f"nats://{process}@127.0.0.1:{site.port}?seed={path}"
-    return await NatsBus.connect(url, process_id=process, timeout_s=2)
+    return await NatsBus.connect(url, process_id=process, timeout_s=timeout_s)
 
 
 async def test_key_of_a_link_is_no_key_of_a_client(sites: dict[str, Site]) -> None:
     with pytest.raises(DependencyUnavailable, match="cannot reach NATS"):
-        await bus(sites["a"], "a", "gw", seed="link-b@a.nk")
+        await bus(sites["a"], "a", "gw", seed="link-b@a.nk", timeout_s=2)
 
 
 def denied_subjects() -> list[str]:

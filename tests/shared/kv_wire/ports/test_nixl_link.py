@@ -35,6 +35,7 @@ from tests.shared.kv_wire.support import (
     header,
     payload_of,
 )
+from tests.support.waiting import LIMIT_S
 
 
 @dataclass
@@ -53,7 +54,7 @@ async def both(network: FakeNetwork, *, receiver_has: bool = True) -> AsyncItera
     server = await KvServer.start(
         instance_id=INSTANCE, nixl=await NixlPort.start(network.make) if receiver_has else None
     )
-    dialer = Dialer(connect_timeout_s=5.0, nixl=await NixlPort.start(network.make))
+    dialer = Dialer(connect_timeout_s=LIMIT_S, nixl=await NixlPort.start(network.make))
     try:
         yield Pair(network, server, dialer)
     finally:
@@ -330,7 +331,7 @@ async def test_links_of_one_host_and_sealed_ones_do_not_use_it() -> None:
     port = await NixlPort.start(network.make)
     server = await KvServer.start(instance_id=INSTANCE, link_keys=keys, nixl=port)
     for unix_path, expected in ((server.address.unix_path, "memfd"), ("", "tcp")):
-        dialer = Dialer(connect_timeout_s=5.0, nixl=await NixlPort.start(network.make))
+        dialer = Dialer(connect_timeout_s=LIMIT_S, nixl=await NixlPort.start(network.make))
         address = msgspec.structs.replace(server.address, unix_path=unix_path)
         link = await dialer.link(address, keys.key_for("prefill-1"))
         assert (link.plan.port, link.plan.refused) == (expected, "")

@@ -16,7 +16,7 @@ from shared.kv_wire.push_link import StagedLink
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.randomness import SystemRandomness
 from tests.shared.kv_wire.support import INSTANCE, RecordingSink, eventually, fill_with, header
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 PLACEMENT, EU = b"placement-a", frozenset({"fr", "de"})
 DATA = b"kv" * 512
@@ -29,7 +29,7 @@ async def linked(
     """A link between processes in two regions. `key_region` is that of the sender's credential."""
     keys = LinkKeys("aead", SystemRandomness()) if "aead" in transport else None
     server = await KvServer.start(instance_id=INSTANCE, link_keys=keys, region=receiver)
-    dialer = Dialer(connect_timeout_s=5.0, region=sender)
+    dialer = Dialer(connect_timeout_s=LIMIT_S, region=sender)
     single = {"port": 1} if transport == "memfd" else {"unix_path": ""}
     key = None if keys is None else keys.key_for("prefill-1", key_region or sender)
     try:

@@ -24,6 +24,7 @@ from tests.shared.kv_wire.support import (
     payload_of,
 )
 from tests.support.recording_relay import RecordingRelay, recording_relay
+from tests.support.waiting import LIMIT_S
 
 DATA = payload_of(5000)
 
@@ -54,7 +55,7 @@ async def sealed_pair(
 ) -> AsyncIterator[SealedPair]:
     link_keys = None if security == "none" else LinkKeys(security, SystemRandomness())
     server = await KvServer.start(instance_id=INSTANCE, link_keys=link_keys)
-    dialer, sink = Dialer(connect_timeout_s=5.0, security=required), RecordingSink()
+    dialer, sink = Dialer(connect_timeout_s=LIMIT_S, security=required), RecordingSink()
     server.expect(b"placement-a", sink)
     link_key = None if link_keys is None else link_keys.key_for("prefill-1")
     async with recording_relay(server.address) as (relay, address):
@@ -155,7 +156,7 @@ async def test_each_connection_has_keys_of_its_own() -> None:
         await pair.push(pair.link_key)
         await pair.dialer.close()
         first = bytes(pair.relay.recorded)
-        dialer = Dialer(connect_timeout_s=5.0)
+        dialer = Dialer(connect_timeout_s=LIMIT_S)
         link = await dialer.link(pair.address, pair.link_key)
         replayed = first[first.index(b"HKVW", 4) :]
         pair.relay.to_receiver = lambda data: replayed[: len(data)]
