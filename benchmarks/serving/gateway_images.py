@@ -36,9 +36,9 @@ from services.gateway.models.model_check import checked_files
 from services.gateway.models.preparation_pools import PREPARATION_PROCESS
 from services.gateway.models.served_text import ServedModel, TextLoader, process_setup
 from services.gateway.preparation.preparation_pool import PreparationPool
-from services.gateway.request.preparation import Preparation
 from services.gateway.request.prepared_bodies import with_prompts
 from services.gateway.request.preparer import Preparer
+from services.gateway.request.request_builder import RequestBuilder
 from services.gateway.structured.grammars.checks import GrammarChecks
 from services.gateway.structured.tools.families import PLAIN
 from services.gateway.text.model_files import ModelFiles
@@ -129,7 +129,7 @@ async def measure(model_dir: Path, num_requests: int) -> list[Row]:
         max_payload_bytes=lambda: PAYLOAD_BYTES,
         budget=BodyBudget(),
     )
-    preparation = Preparation(config, randomness)
+    builder = RequestBuilder(config, randomness)
     small, large = body_of(jpeg(), "jpeg"), body_of(large_png(), "png")
 
     async def request(data: bytes) -> float:
@@ -137,7 +137,7 @@ async def measure(model_dir: Path, num_requests: int) -> list[Row]:
         prepared = await preparer.prepare_body(TENANT, served, CHAT.name, data, named="m")
         body = CHAT.fields.decode(prepared.body)
         (generation,) = with_prompts(CHAT.generations(body, "m"), prepared.prompts)
-        preparation.prepare(
+        builder.build(
             generation, served, tenant=TENANT, request_id="r", max_payload_bytes=PAYLOAD_BYTES
         )
         return time.perf_counter() - began

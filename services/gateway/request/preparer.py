@@ -25,11 +25,6 @@ from services.gateway.request.generation_request import (
     check_dimensions,
 )
 from services.gateway.request.images.image_preparation import ImagePreparation, has_images
-from services.gateway.request.preparation import (
-    Preparation,
-    PreparedRequest,
-    check_min_tokens_of,
-)
 from services.gateway.request.preparation_slots import (
     PreparationSlots,
     RecentTenants,
@@ -41,6 +36,11 @@ from services.gateway.request.prompt import (
     PackedPrompt,
     TokenPrompt,
     naming_field_of,
+)
+from services.gateway.request.request_builder import (
+    PreparedRequest,
+    RequestBuilder,
+    check_min_tokens_of,
 )
 from services.gateway.structured.grammars.grammar_request import CheckedPlan
 from services.gateway.text.named_model import model_at_an_edge, named_model
@@ -71,7 +71,7 @@ class Preparer:
 
     def __init__(
         self,
-        preparation: Preparation,
+        builder: RequestBuilder,
         pool: PreparationPool,
         capacity: RequestCapacity,
         clock: Clock,
@@ -82,7 +82,7 @@ class Preparer:
         max_waiting: int,
         max_wait_s: float,
     ) -> None:
-        self._preparation = preparation
+        self._builder = builder
         self._images = images
         self._pool = pool
         self.capacity = capacity
@@ -99,7 +99,7 @@ class Preparer:
 
     @property
     def public(self) -> PublicPrefixes:
-        return self._preparation.public
+        return self._builder.public
 
     @classmethod
     def of(
@@ -118,7 +118,7 @@ class Preparer:
         bodies, and of images that are fetched.
         """
         return cls(
-            Preparation(config, randomness),
+            RequestBuilder(config, randomness),
             pool,
             RequestCapacity(config.max_requests, num_open),
             clock,
@@ -149,8 +149,8 @@ class Preparer:
             if record is not None:
                 record.begin("tokenize", self._clock.now())
             generation, bad_words = await tokenized(generation, tenant.tenant_id, model.text)
-            prepare = partial(
-                self._preparation.prepare,
+            build = partial(
+                self._builder.build,
                 generation,
                 model,
                 tenant=tenant,
@@ -159,7 +159,7 @@ class Preparer:
                 checked=checked,
                 bad_words=bad_words,
             )
-            return prepare() if _is_short(generation) else await asyncio.to_thread(prepare)
+            return build() if _is_short(generation) else await asyncio.to_thread(build)
 
     async def named_model(self, tenant_id: str, kind: str, body: bytes) -> str | None:
         """Returns the model that a body of this kind names, or None for a body that names none or

@@ -13,7 +13,7 @@ from services.gateway.observability.metrics.gateway_metrics import GatewayMetric
 from services.gateway.output.choice_output import MAX_DELTA_TOKENS, ChoiceOutput
 from services.gateway.output.events import EndReason, Event, Finished, TextDelta, bytes_of_event
 from services.gateway.receipts.draft import ChoiceEnd
-from services.gateway.request.preparation import PreparedRequest
+from services.gateway.request.request_builder import PreparedRequest
 from services.gateway.streams.receiver import StreamEnd
 from services.gateway.structured.tools.parsing.output_assembler import OutputAssembler
 from shared.clock import Clock

@@ -34,9 +34,9 @@ from services.gateway.request.endpoint import EndpointState, GeneratingEndpoint,
 from services.gateway.request.generation_request import GenerationRequest, scoped_affinity_key
 from services.gateway.request.images.open_pixels import OpenPixels
 from services.gateway.request.output_merger import OutputMerger
-from services.gateway.request.preparation import PreparedRequest, assembler_of, check_logprobs
 from services.gateway.request.prepared_bodies import is_small, with_prompts
 from services.gateway.request.preparer import Preparer
+from services.gateway.request.request_builder import PreparedRequest, assembler_of, check_logprobs
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
 from services.gateway.request.reservation import Reservation
 from services.gateway.request.unsent_output import UnsentOutput

@@ -120,7 +120,7 @@ class SimulatedGateway(StreamGateway):
             self.driver.close(plan.request_id, "client_gone", ClientDisconnected("gone"))
 
     def _choose_block_size(self, client: Client) -> None:
-        """Of the request's hashes. Raises PromptTooLong, like `Preparation`: workers of another
+        """Of the request's hashes. Raises PromptTooLong, like `RequestBuilder`: workers of another
         block size do not count. Without a card the request waits at its scheduler.
         """
         for card in self.catalog.cards():

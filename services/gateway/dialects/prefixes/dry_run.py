@@ -20,7 +20,7 @@ from services.gateway.dialects.prefixes.bodies import (
 from services.gateway.dialects.prefixes.store import PrefixStore
 from services.gateway.models.served_text import ServedModel
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.request.preparation import PreparedRequest
+from services.gateway.request.request_builder import PreparedRequest
 from services.gateway.text.decoding.token_table import TokenTable
 from shared.errors import InvalidRequest
 from shared.messages import ImagePart, ModelCard

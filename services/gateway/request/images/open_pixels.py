@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.gateway.request.preparation import PreparedRequest
 from services.gateway.request.prompt import PackedPrompt
+from services.gateway.request.request_builder import PreparedRequest
 from shared.errors import HearthError
 from shared.pixels.pixel_holder import PixelHolder
 

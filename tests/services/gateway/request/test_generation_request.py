@@ -13,7 +13,6 @@ from tokenizers.processors import ByteLevel, TemplateProcessing
 
 from services.gateway.models.served_text import ServedModel
 from services.gateway.request.generation_request import GenerationRequest, max_output_tokens
-from services.gateway.request.preparation import Preparation, PreparedRequest, check_logprobs
 from services.gateway.request.prompt import (
     ChatPrompt,
     Echo,
@@ -24,6 +23,7 @@ from services.gateway.request.prompt import (
     encoded_echo,
     encoded_prompt,
 )
+from services.gateway.request.request_builder import PreparedRequest, RequestBuilder, check_logprobs
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.tokenizer import bad_word_texts
@@ -86,7 +86,7 @@ def test_request_needs_what_its_generation_needs(
     generation = GenerationRequest(
         model="tiny", prompt=TokenPrompt([5], "prompt"), sampling=SamplingFields(), needs=needs
     )
-    prepared = Preparation(gateway_config, SystemRandomness()).prepare(
+    prepared = RequestBuilder(gateway_config, SystemRandomness()).build(
         generation,
         ServedModel(CARD, served_text(model_files)),
         tenant=TenantRecord(tenant_id="t"),
@@ -112,7 +112,7 @@ def test_max_tokens(
         model_dir=model_dir,
         default_max_tokens=33,
     )
-    prepared = Preparation(config, SystemRandomness()).prepare(
+    prepared = RequestBuilder(config, SystemRandomness()).build(
         GenerationRequest(
             model="tiny",
             prompt=TokenPrompt([5], "prompt"),
@@ -228,7 +228,7 @@ def test_logprobs_beyond_64_mib_are_rejected(
             num_choices=128,
             logprobs_param=param,
         )
-        return Preparation(gateway_config, SystemRandomness()).prepare(
+        return RequestBuilder(gateway_config, SystemRandomness()).build(
             generation,
             ServedModel(
                 msgspec.structs.replace(CARD, max_context_tokens=8192), served_text(model_files)

@@ -11,8 +11,8 @@ from services.gateway.observability.metrics.gateway_metrics import GatewayMetric
 from services.gateway.output.choice_output import MAX_DELTA_TOKENS, MAX_TEXTS
 from services.gateway.output.events import Finished
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.request.preparation import Preparation, assembler_of
 from services.gateway.request.prompt import TokenPrompt
+from services.gateway.request.request_builder import RequestBuilder, assembler_of
 from services.gateway.request.request_output import RequestOutput
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.text.model_files import ModelFiles
@@ -28,14 +28,14 @@ LENGTH = Finish(reason="length", served=Served(num_cached_tokens=0, prefill_work
 
 
 def delivery_of(config: GatewayConfig, files: ModelFiles, **options: Any) -> RequestOutput:
-    preparation = Preparation(config, SystemRandomness())
+    builder = RequestBuilder(config, SystemRandomness())
     generation = GenerationRequest(
         model=CARD.name,
         prompt=TokenPrompt([5], "prompt"),
         sampling=SamplingFields(),
         **options,
     )
-    prepared = preparation.prepare(
+    prepared = builder.build(
         generation,
         ServedModel(CARD, served_text(files)),
         tenant=TenantRecord(tenant_id="t"),

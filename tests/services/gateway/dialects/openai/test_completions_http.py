@@ -11,8 +11,8 @@ import pytest
 
 from services.gateway.dialects.openai import completion_response
 from services.gateway.request import preparer
-from services.gateway.request.preparation import PreparedRequest
 from services.gateway.request.preparer import MAX_INLINE_ECHO
+from services.gateway.request.request_builder import PreparedRequest
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import Overloaded
 from shared.messages import TokenEntry
@@ -278,14 +278,14 @@ async def test_long_prompt_is_prepared_on_a_thread(
     echo: bool,
     is_inline: bool,
 ) -> None:
-    preparation, threads = cluster.gateway.preparer._preparation, []
-    prepare = preparation.prepare
+    builder, threads = cluster.gateway.preparer._builder, []
+    build = builder.build
 
     def recorded(*args: Any, **options: Any) -> PreparedRequest:
         threads.append(threading.current_thread())
-        return prepare(*args, **options)
+        return build(*args, **options)
 
-    monkeypatch.setattr(preparation, "prepare", recorded)
+    monkeypatch.setattr(builder, "build", recorded)
     monkeypatch.setattr(preparer, "MAX_INLINE_TOKENS", 100)
     await complete(cluster, [260] * num_tokens, echo=echo)
     assert [each is threading.main_thread() for each in threads] == [is_inline]

@@ -268,16 +268,16 @@ async def test_prompts_in_preparation_count_as_open_requests(
     cluster: Cluster, gateway_config: GatewayConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster.gateway.capacity, "_max_requests", 1)
-    preparation = cluster.gateway.preparer._preparation
-    prepare, is_preparing, may_end = preparation.prepare, asyncio.Event(), threading.Event()
+    builder = cluster.gateway.preparer._builder
+    build, is_preparing, may_end = builder.build, asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
-    def slow_prepare(*args: Any, **kwargs: Any) -> Any:
+    def slow_build(*args: Any, **kwargs: Any) -> Any:
         loop.call_soon_threadsafe(is_preparing.set)
         assert may_end.wait(timeout=LIMIT_S)
-        return prepare(*args, **kwargs)
+        return build(*args, **kwargs)
 
-    monkeypatch.setattr(preparation, "prepare", slow_prepare)
+    monkeypatch.setattr(builder, "build", slow_build)
     monkeypatch.setattr(preparer, "MAX_INLINE_TOKENS", 10)
     long = {"messages": [{"role": "user", "content": "x" * 101}]}
     first = asyncio.create_task(cluster.http.post(CHAT, json=long))

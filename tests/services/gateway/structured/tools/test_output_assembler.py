@@ -17,8 +17,8 @@ from services.gateway.output.choice_output import MAX_DELTA_TOKENS
 from services.gateway.output.events import Event, Finished, TextDelta
 from services.gateway.request.conversation import ReasoningOptions
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.request.preparation import Preparation, assembler_of
 from services.gateway.request.prompt import PackedPrompt
+from services.gateway.request.request_builder import RequestBuilder, assembler_of
 from services.gateway.request.request_output import RequestOutput
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.structured.grammars.constraint import OutputConstraint
@@ -62,7 +62,7 @@ class Response:
 
     def __init__(self, config: GatewayConfig, files: ModelFiles, **options: Any) -> None:
         stop, family = options.pop("stop", None), options.pop("family", FAMILY)
-        preparation = Preparation(config, SystemRandomness())
+        builder = RequestBuilder(config, SystemRandomness())
         tail = files.tokenizer.tokenizer.encode(options.pop("tail", "a"), add_special_tokens=False)
         generation = GenerationRequest(
             model=CARD.name,
@@ -70,7 +70,7 @@ class Response:
             sampling=SamplingFields(stop=stop),
             **{"max_tokens": 400, "tools": TOOLS, **options},
         )
-        prepared = preparation.prepare(
+        prepared = builder.build(
             generation,
             ServedModel(CARD, served_text(files, family)),
             tenant=TenantRecord(tenant_id="t"),

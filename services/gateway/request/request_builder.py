@@ -86,8 +86,8 @@ def check_logprobs(prepared: Sequence[PreparedRequest]) -> None:
         )
 
 
-class Preparation:
-    """Prepares requests without I/O; only the seed is random. `prepare` may run on a thread."""
+class RequestBuilder:
+    """Builds requests without I/O; only the seed is random. `build` may run on a thread."""
 
     def __init__(self, config: GatewayConfig, randomness: Randomness) -> None:
         self._config = config
@@ -95,7 +95,7 @@ class Preparation:
         self.public = PublicPrefixes(self._root_key)
         self._randomness = randomness
 
-    def prepare(
+    def build(
         self,
         generation: GenerationRequest,
         model: ServedModel,
