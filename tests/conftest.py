@@ -18,9 +18,11 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from shared.transport.bus import NatsBus
 from tests.support.grids import thin
 from tests.support.servers import NatsServer, RedisServer
 from tests.support.services.forked_pools import forked_pools
+from tests.support.waiting import LIMIT_S
 
 # Non-interactive shells start background jobs with SIGINT ignored, which children inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -153,6 +155,14 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_CACHE_HOME", str(home))
         patch.delenv("HEARTH_CACHE_DIR", raising=False)
         yield home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_connections() -> Iterator[None]:
+    """On a busy machine a server may not have the core for longer than a process waits for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(NatsBus.connect.__func__.__kwdefaults__, "timeout_s", LIMIT_S)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
