@@ -495,8 +495,6 @@ def _service(
         arguments += ["--data-plane-host", options.advertise_host]
         if data_plane_port is not None:
             arguments += ["--data-plane-port", str(data_plane_port)]
-        if options.nats_url is None and not is_loopback(options.advertise_host):
-            environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys
         if credential.role != "encode":
             arguments += ["--kv-dtype", options.kv_dtype, "--weights", options.weights]
         arguments += ["--load-format", options.load_format]
@@ -511,6 +509,8 @@ def _service(
         arguments += ["--activations", options.activations, "--experts", options.experts]
     if credential.role == "scheduler" and options.num_prefill:
         environ = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": f"{MAX_LOCAL_PREFILL_TOKENS}", **environ}
+    if options.nats_url is None and not is_loopback(options.advertise_host):
+        environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys
     # several processes cannot have one port, and not all need Redis
     hidden = {*SECRETS, METRICS_VARIABLE, REDIS_VARIABLE}
     environ = {name: value for name, value in environ.items() if name not in hidden}

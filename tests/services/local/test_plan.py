@@ -406,10 +406,22 @@ def test_cluster_secret_is_given_to_gateways_and_the_index_alone(tmp_path: Path)
         ({"advertise_host": "10.0.0.7", "nats_url": "tls://nats.example"}, None),
     ],
 )
-def test_kv_is_plain_only_where_own_nats_would_show_the_keys(
+def test_kv_and_pixels_are_plain_only_where_own_nats_would_show_the_keys(
     tmp_path: Path, changes: dict[str, object], expected: str | None
 ) -> None:
-    given = options(tmp_path, **changes)
+    """The ends that send and those that receive: one that demands keys gets none."""
+    given = options(tmp_path, num_encode=1, **changes)
     specs = plan_services(given, plan_credentials(given), ENDPOINTS, num_cores=2, environ={})
-    found = {spec.environ.get("HEARTH_DATA_PLANE_SECURITY") for spec in specs}
-    assert found - {None} == {expected} - {None}
+    found = {
+        spec.process_id.partition("-")[0]: spec.environ.get("HEARTH_DATA_PLANE_SECURITY")
+        for spec in specs
+    }
+    ends = ("gateway", "prefill", "decode", "encode")
+    assert {role: found[role] for role in ends} == dict.fromkeys(ends, expected)
+
+
+def test_host_of_several_models_has_the_security_of_a_worker(tmp_path: Path) -> None:
+    given = options(tmp_path, models=("a", "b"), advertise_host="10.0.0.7")
+    specs = plan_services(given, plan_credentials(given), ENDPOINTS, num_cores=2, environ={})
+    (host,) = (each for each in specs if each.process_id.startswith("host"))
+    assert host.environ["HEARTH_DATA_PLANE_SECURITY"] == "none"
