@@ -6,6 +6,7 @@ The health check of a container runs every few seconds, so that it imports nothi
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from services.client.probe import is_alive
@@ -19,6 +20,15 @@ def main() -> None:
         found = is_alive(os.environ)
         if found is not None:
             sys.exit(0 if found else 1)
+    if os.getpid() == 1:
+        _end_at_sigterm()
     from services.__main__ import main as run
 
     run()
+
+
+def _end_at_sigterm() -> None:
+    """Has SIGTERM end this process, as it ends any other: the kernel withholds from the first
+    process of a container what it does not handle. Services replace the handler by their drain.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
