@@ -29,6 +29,7 @@ READERS = {
     "toml": tomllib.loads,
     "yaml": yaml.safe_load,
 }
+DEFAULT = re.compile(r"`(--[a-z-]+)` \((?:`HEARTH_\w+`, )?([\d,]+)( MiB)?\b")
 QUOTED = re.compile(r"^\| `([^`]+)`", re.MULTILINE)
 
 
@@ -119,6 +120,31 @@ def test_wrong_commands_are_found():
     assert problems_of(group, ["status", "extra"]) == ["status: 'extra' is too much"]
     assert problems_of(group, ["role", "worker-1"]) == ["role: no roles"]
     assert problems_of(group, ["tenant", "add", "team-a", "--concurrency", "16"]) == []
+
+
+def test_defaults_in_parentheses_are_those_of_some_command():
+    """Such as `--stale-s` (300 s)."""
+    defaults = options_of(typer.main.get_command(app))
+    pages = [*guide_blocks.guides(), ROOT / "services/gateway/OPERATING.md"]
+    found = [
+        (page.name, option, int(number.replace(",", "")) * (2**20 if unit else 1))
+        for page in pages
+        for option, number, unit in DEFAULT.findall(page.read_text())
+    ]
+    assert len(found) > 8
+    assert [each for each in found if each[2] not in defaults[each[1]]] == []
+
+
+def options_of(command: typer.core.TyperCommand) -> dict[str, set[object]]:
+    """Returns the defaults of each option, of all commands."""
+    found: dict[str, set[object]] = {}
+    for each in getattr(command, "commands", {}).values():
+        for name, defaults in options_of(each).items():
+            found.setdefault(name, set()).update(defaults)
+    for parameter in command.params:
+        for name in parameter.opts:
+            found.setdefault(name, set()).add(parameter.default)
+    return found
 
 
 def test_programs_and_files_exist():
