@@ -324,6 +324,31 @@ def test_every_process_has_its_own_credential() -> None:
         assert any(each.endswith(f"={name}") for each in PROCESSES)
 
 
+def test_both_ends_of_the_data_plane_have_one_security() -> None:
+    """A gateway that demands keys sends no pixels to workers without."""
+    ends = [
+        each for each in SERVICES if each.startswith(("gateway", "prefill", "decode", "encode"))
+    ]
+    assert len(ends) == 6
+    found = {environment(each).get("HEARTH_DATA_PLANE_SECURITY") for each in ends}
+    assert found == {"none"}
+
+
+def test_prometheus_reads_every_process() -> None:
+    (job,) = (
+        each
+        for each in yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]
+        if each["job_name"] == "hearth-process"
+    )
+    ((names, port),) = [(each["names"], each["port"]) for each in job["dns_sd_configs"]]
+    ports = {
+        name: each["environment"]["HEARTH_METRICS_PORT"]
+        for name, each in SERVICES.items()
+        if "HEARTH_METRICS_PORT" in each.get("environment", {})
+    }
+    assert ports == dict.fromkeys(names, f"{port}")
+
+
 def test_secrets_are_files_of_those_that_read_them(stack: Stack) -> None:
     for name, service in SERVICES.items():
         values = [*service.get("environment", {}).values(), *map(str, service.get("command", ()))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -99,6 +100,18 @@ def test_settings_are_options_of_some_command(build: str) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDS)
+def test_both_ends_of_the_data_plane_have_one_security(build: str) -> None:
+    """A gateway that demands keys sends no pixels to workers without."""
+    settings = named("hearth", "ConfigMap", build)["data"]
+    variable, found = "HEARTH_DATA_PLANE_SECURITY", set()
+    for container in hearth_containers(build).values():
+        own = {each["name"]: each.get("value") for each in container["env"]}
+        if container.get("args", [""])[0] in ("gateway", "encode", "prefill", "decode"):
+            found.add(own.get(variable, settings.get(variable)))
+    assert found == {"aead" if build == "overlays/edge-site" else "none"}
+
+
+@pytest.mark.parametrize("build", BUILDS)
 def test_secrets_are_those_of_the_command(build: str) -> None:
     done = call_hearth(("credential", "--kubernetes"), {})
     made = {each["metadata"]["name"]: each for each in yaml.safe_load_all(done.stdout)}
@@ -166,6 +179,81 @@ def test_ports_of_policies_are_those_that_processes_listen_on() -> None:
     assert open_ports == listening
     decode = {e["name"]: e.get("value") for e in pods["hearth-decode"]["env"]}
     assert int(decode["HEARTH_DATA_PLANE_PORT"]) in open_ports
+
+
+def test_policies_let_kv_and_pixels_through() -> None:
+    for build in BUILDS:
+        for source, target, port in data_plane_connections(build):
+            assert is_allowed(build, source, target, port), (build, source, target, port)
+    assert not is_allowed("base", "hearth-scheduler", "hearth-decode", 7700)
+    assert not is_allowed("base", "hearth-prefill", "hearth-decode", 7702)
+
+
+def data_plane_connections(build: str) -> Iterator[tuple[str, str, int]]:
+    """Yields who pushes KV to which port of which pod, and with an encode worker images."""
+    pods = {name: each.get("args", [""]) for name, each in hearth_containers(build).items()}
+    has_images = "hearth-encode" in pods
+    for name, (command, *arguments) in pods.items():
+        num_ranks = int(arguments[arguments.index("--tp") + 1]) if "--tp" in arguments else 1
+        if command == "decode":
+            yield "hearth-prefill", name, 7700
+        if command == "rank":
+            yield "hearth-prefill", name, 7701
+        if has_images and command in ("prefill", "decode", "encode"):
+            for source in {"hearth-gateway", "hearth-encode"} - {name}:
+                yield source, name, 7700 + num_ranks
+
+
+def is_allowed(build: str, source: str, target: str, port: int) -> bool:
+    """Whether the policies of both pods allow a connection; a pod without one of a direction may
+    do all of that direction.
+    """
+    labels = {
+        each["metadata"]["name"]: each["spec"]["template"]["metadata"]["labels"]
+        for each in built(build)
+        if each["kind"] in ("Deployment", "StatefulSet")
+    }
+    policies = [each["spec"] for each in built(build) if each["kind"] == "NetworkPolicy"]
+
+    def selects(selector: dict[str, Any], pod: str) -> bool:
+        wanted = selector.get("matchLabels", {}).items()
+        return wanted <= labels[pod].items() and "matchExpressions" not in selector
+
+    def allows(direction: str, peers: str, pod: str, peer: str) -> bool:
+        mine = [
+            each
+            for each in policies
+            if direction in each["policyTypes"] and selects(each["podSelector"], pod)
+        ]
+        return not mine or any(
+            all(
+                [
+                    peers not in rule
+                    or any(
+                        "podSelector" in p and selects(p["podSelector"], peer) for p in rule[peers]
+                    ),
+                    "ports" not in rule
+                    or any(p["port"] <= port <= p.get("endPort", p["port"]) for p in rule["ports"]),
+                ]
+            )
+            for each in mine
+            for rule in each.get(direction.lower(), ())
+        )
+
+    return allows("Ingress", "from", target, source) and allows("Egress", "to", source, target)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_roll_outlasts_the_start_that_probes_allow(build: str) -> None:
+    """`kubectl rollout status` fails once a Deployment has made no progress for so long."""
+    for each in built(build):
+        if each["kind"] != "Deployment":
+            continue
+        for container in each["spec"]["template"]["spec"]["containers"]:
+            probe = container.get("startupProbe", {"periodSeconds": 0, "failureThreshold": 0})
+            start_s = probe["periodSeconds"] * probe["failureThreshold"]
+            name = each["metadata"]["name"]
+            assert each["spec"].get("progressDeadlineSeconds", 600) > start_s, name
 
 
 @pytest.mark.parametrize("server", ["hearth-nats", "hearth-redis"])
