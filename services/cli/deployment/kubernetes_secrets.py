@@ -6,14 +6,19 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from services.cli.deployment.secret_folder import FILES_OF_ROLE, SecretFolder
+from services.cli.deployment.secret_folder import (
+    FILES_OF_ROLE,
+    METRICS_TOKEN,
+    SCRAPE_TOKEN,
+    SecretFolder,
+)
 from services.local.credentials import Credential
 from shared.errors import ConfigError
 
 _SHARED = {
     "nats": {"nats.conf": "nats.conf"},
     "redis": {"users.acl": "users.acl"},
-    "metrics": {"metrics-token": "metrics-token"},
+    "metrics": {METRICS_TOKEN: SCRAPE_TOKEN},
 }
 
 

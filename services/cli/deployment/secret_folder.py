@@ -5,6 +5,7 @@
     redis-ROLE.password, .url     of the Redis user of a role
     users.acl                     of redis-server: users, their commands, digests of passwords
     cluster-secret, operator-token, metrics-token
+    prometheus-token              one value of the metrics-token, which has two in a rotation
     hf-token                      yours, for models of the hub; empty at first
 
 What is there stays, so that a second call adds processes; a file that was deleted is made anew.
@@ -37,7 +38,8 @@ PROCESSES = (
     *("decode=decode", "prefill=prefill-gpu", "decode=decode-gpu", "host=host", "worker=worker"),
     *("encode=encode", "observer=observer", "operator=operator"),
 )
-TOKENS = ("cluster-secret", "operator-token", "metrics-token")
+METRICS_TOKEN, SCRAPE_TOKEN = "metrics-token", "prometheus-token"
+TOKENS = ("cluster-secret", "operator-token", METRICS_TOKEN)
 HUB_TOKEN = "hf-token"
 REDIS_ADMIN = "redis-admin.password"
 NATS_PORT, REDIS_PORT = 4222, 6379
@@ -89,6 +91,7 @@ def complete_folder(
         _check_closed(path)
         for name in TOKENS:
             _keep(path / name, secrets.token_hex(TOKEN_BYTES))
+        _keep(path / SCRAPE_TOKEN, folder.text(METRICS_TOKEN).partition("\n")[0])
         _keep(path / HUB_TOKEN, "")
         _complete_nats(folder, tls)
         _complete_redis(folder, redis_address)

@@ -71,6 +71,19 @@ def test_deleted_file_is_made_anew(tmp_path: Path) -> None:
     assert changed == {"redis-host.password", "redis-host.url", "users.acl"}
 
 
+def test_prometheus_has_one_value_of_a_token_that_is_rotated(tmp_path: Path) -> None:
+    """It sends its whole file, and a header holds one line."""
+    make(tmp_path)
+    token = tmp_path / "metrics-token"
+    assert (tmp_path / "prometheus-token").read_text() == token.read_text()
+    (tmp_path / "prometheus-token").unlink()
+    token.write_text("new\nold\n")
+    secrets = yaml.safe_load_all(make(tmp_path, "--kubernetes"))
+    by_name = {each["metadata"]["name"]: each["stringData"] for each in secrets}
+    assert by_name["hearth-metrics"]["metrics-token"] == "new"
+    assert by_name["hearth-gateway"]["metrics-token"] == "new\nold"
+
+
 def test_folder_is_closed_and_containers_may_read_its_files(tmp_path: Path) -> None:
     make(tmp_path / "secrets")
     assert (tmp_path / "secrets").stat().st_mode & 0o777 == 0o700
