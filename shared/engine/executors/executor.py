@@ -127,7 +127,7 @@ class Executor(Protocol):
 
     async def expert_counts(self) -> NDArray[np.int64] | None:
         """Returns each expert's tokens since the start, [layers, experts], between two steps, or
-        None without experts. A pipeline counts the layers of its last stage.
+        None without experts.
         """
         ...
 

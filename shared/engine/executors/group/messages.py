@@ -115,9 +115,7 @@ class PrepareKv(msgspec.Struct, frozen=True, tag=True):
 
 
 class CountExperts(msgspec.Struct, frozen=True, tag=True):
-    """Asks for ExpertCounts. The answer is empty if the answering rank has no layer
-    with experts.
-    """
+    """Asks for ExpertCounts. The answer is empty if no layer has experts."""
 
 
 class DescribeModel(msgspec.Struct, frozen=True, tag=True):

@@ -83,6 +83,26 @@ class RankComputer(StepComputer):
             )
         )
 
+    def counted_experts(self) -> Tensor | None:
+        """Returns the counts of this stage's layers and of all layers before. All ranks call it
+        between the same steps.
+        """
+        found = self._counts_before(), super().counted_experts()
+        parts = [each for each in found if each is not None]
+        counts = torch.cat(parts) if parts else None
+        if not self._is_last:
+            self._mesh.send(torch.tensor((0, 0) if counts is None else counts.shape))
+            if counts is not None:
+                self._mesh.send(counts)
+        return counts
+
+    def _counts_before(self) -> Tensor | None:
+        """Receives the counts of the stages before this one."""
+        if self._is_first:
+            return None
+        shape = self._mesh.recv((2,), torch.int64).tolist()
+        return self._mesh.recv(shape, torch.int64) if any(shape) else None
+
     def _entering(self, inputs: StepInputs) -> Tensor | None:
         if self._is_first:
             return None

@@ -14,6 +14,7 @@ from shared.engine.executors.group.messages import RankSetup
 from shared.engine.executors.group.rank_computer import load_rank
 from shared.engine.executors.load import load_executor
 from shared.engine.executors.loading.load_options import LoadOptions
+from shared.engine.executors.step_computer import StepComputer
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.parallel.lanes import Exchange
 from shared.engine.parallel.mesh import Mesh
@@ -96,9 +97,22 @@ def steps() -> list[StepInputs]:
 
 @pytest.fixture(scope="module", params=in_short_run(["bfloat16"], ["bfloat16", "float32"]))
 def whole(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[Tensor]]:
-    """A dtype, and the logits of each step of the whole model."""
+    """A dtype, and the results of the whole model."""
     executor = load_executor(folder, dtype=request.param, kv_cache_bytes=8 << 20)
-    return request.param, [executor.step_logits(step) for step in steps()]
+    return request.param, results_of(executor.computer)
+
+
+def results_of(computer: StepComputer) -> list[Tensor]:
+    """Logits of each step, then the tokens of each layer's experts in all steps."""
+    before = expert_counts(computer)
+    logits = [computer.step_logits(step) for step in steps()]
+    return [*logits, expert_counts(computer) - before]
+
+
+def expert_counts(computer: StepComputer) -> Tensor:
+    counts = computer.expert_counts()
+    assert counts is not None
+    return torch.from_numpy(counts)
 
 
 def of_ranks(
@@ -108,7 +122,7 @@ def of_ranks(
     experts: ExpertSplit,
     activations: Activations = "plain",
 ) -> list[list[Tensor]]:
-    """Logits of each step, of each rank of the last stage."""
+    """The results of each rank of the last stage."""
     setup = RankSetup(
         model_dir=str(folder),
         options=LoadOptions(dtype=dtype, activations=activations, experts=experts),
@@ -118,16 +132,18 @@ def of_ranks(
         masks=-1,
     )
 
-    def logits(mesh: Mesh) -> list[Tensor]:
+    def results(mesh: Mesh) -> list[Tensor]:
         computer = load_rank(setup, mesh).computer
         if mesh.shape.place(mesh.rank)[0] == mesh.shape.pp - 1:
-            return [computer.step_logits(step) for step in steps()]
+            return results_of(computer)
+        computer.expert_counts()  # all ranks count between the same steps
         for step in steps():
             computer.run(step)
+        computer.expert_counts()
         return []
 
     exchange: Exchange = "bf16" if activations == "bf16-exchange" else "fp32"
-    return [found for found in run_ranks(MeshShape(*shape), logits, exchange) if found]
+    return [found for found in run_ranks(MeshShape(*shape), results, exchange) if found]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +153,7 @@ def of_ranks(
         [(experts, shape) for experts, shapes in MESHES.items() for shape in shapes],
     ),
 )
-def test_logits_are_bit_equal_at_every_number_of_ranks(
+def test_logits_and_counts_are_equal_at_every_number_of_ranks(
     folder: Path, whole: tuple[str, list[Tensor]], experts: ExpertSplit, shape: tuple[int, int]
 ) -> None:
     dtype, expected = whole
@@ -153,7 +169,7 @@ def test_sums_in_bf16_are_rounded_alike(folder: Path, experts: ExpertSplit) -> N
     executor = load_executor(
         folder, dtype="bfloat16", kv_cache_bytes=8 << 20, activations="bf16-exchange"
     )
-    expected = [executor.step_logits(step) for step in steps()]
+    expected = results_of(executor.computer)
     plain = load_executor(folder, dtype="bfloat16", kv_cache_bytes=8 << 20)
     assert not torch.equal(plain.step_logits(steps()[0]), expected[0])
     for rank in of_ranks(folder, (2, 1), "bfloat16", experts, "bf16-exchange"):
@@ -168,7 +184,7 @@ def test_four_bit_experts_are_shared_too(experts: ExpertSplit, tmp_path: Path) -
     ignored = [r"re:.*self_attn.*"]
     folder = quantize(tmp_path / "plain", tmp_path / "quantized", "int4", ignored=ignored)
     executor = load_executor(folder, dtype="bfloat16", kv_cache_bytes=8 << 20)
-    expected = [executor.step_logits(step) for step in steps()]
+    expected = results_of(executor.computer)
     for rank in of_ranks(folder, (2, 1), "bfloat16", experts):
         for ours, theirs in zip(rank, expected, strict=True):
             assert torch.equal(ours, theirs)

@@ -250,6 +250,7 @@ async def prefilled(executor: Executor, num_tokens: int) -> list[int]:
 async def test_group_describes_the_whole_model(single: LocalExecutor, group: GroupExecutor) -> None:
     for name in ("revision", "kv_layout", "numerics", "vocab_size", "max_context_tokens", "work"):
         assert getattr(group, name) == getattr(single, name)
+    assert await group.expert_counts() is None  # no stage has experts
     await group.check()
     (link,) = group.links  # of two ranks of this host
     assert 0 < link.link.latency_s < 0.1
