@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 RETRY_S = 5.0  # after a failure
 PAUSE_FACTOR = 10  # times the duration of the load, if this is longer
 MAX_PAUSE_S = 300.0
-MAX_WAIT_S = 30.0  # seconds that a request waits for a load
+MAX_WAIT_S = 30.0
 NUM_THREADS = 4  # a source that hangs, such as one on a lost network drive, delays no other
 
 
@@ -42,10 +42,18 @@ class TextSource(NamedTuple):
 
 
 class LoadedTexts:
-    def __init__(self, load: Callable[[str], ServedText], clock: Clock, *, max_loaded: int) -> None:
+    def __init__(
+        self,
+        load: Callable[[str], ServedText],
+        clock: Clock,
+        *,
+        max_loaded: int,
+        max_wait_s: float = MAX_WAIT_S,
+    ) -> None:
         """`load`: reads the files of a source on a thread. `max_loaded`: texts to retain besides
-        those in use.
+        those in use. `max_wait_s`: a request does not wait longer for a load.
         """
+        self.max_wait_s = max_wait_s
         self._load = load
         self._clock = clock
         self._recent: RecentlyUsed[TextSource, ServedText] = RecentlyUsed(max_loaded)
@@ -82,7 +90,7 @@ class LoadedTexts:
             task = self._loading[source] = start_awaited(self._read(source))
             task.add_done_callback(lambda _: self._loading.pop(source))
         try:
-            async with asyncio.timeout(MAX_WAIT_S):
+            async with asyncio.timeout(self.max_wait_s):
                 return await asyncio.shield(task)  # other requests wait for it, too
         except TimeoutError:
             reason = "the files of this model are still being read"
@@ -97,7 +105,7 @@ class LoadedTexts:
             raise loaded
         await loaded.renderer.load_tokenizer()  # else a second request waits for a turn
         self._alive[source] = loaded
-        self._recent.put(source, loaded)  # its requests may have waited for MAX_WAIT_S and left
+        self._recent.put(source, loaded)  # its requests may have waited for too long and left
         log.info("model_text_loaded", source=source.place, seconds=seconds)
         return loaded
 

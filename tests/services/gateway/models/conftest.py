@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from services.gateway.models.checked_model import WALL_LIMIT_S
 from services.gateway.service import GatewayService, build_gateway
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
@@ -129,10 +130,11 @@ async def _started(
         max_loaded_models=2,
     )
     gateway = await build_gateway(config)
+    gateway._models.texts.max_wait_s = 2 * WALL_LIMIT_S  # a slow machine's loads end, too
     for each in (gateway, scheduler):
         await each.start()
         stack.push_async_callback(each.stop)
-    http = httpx.AsyncClient(base_url=gateway.http_address, timeout=30)
+    http = httpx.AsyncClient(base_url=gateway.http_address, timeout=2 * WALL_LIMIT_S)
     await stack.enter_async_context(http)
     admin = RegistryAdmin(store, lambda: 1.0)
     fleet = Fleet(nats, gateway, http, admin, scheduler, dirs, store)

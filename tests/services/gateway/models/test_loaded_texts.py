@@ -41,7 +41,9 @@ class Rig:
     a process with limits reads a source first.
     """
 
-    def __init__(self, max_loaded: int, *, has_check: bool = False) -> None:
+    def __init__(
+        self, max_loaded: int, *, has_check: bool = False, max_wait_s: float = LIMIT_S
+    ) -> None:
         self.time = 0.0
         self.loads: list[str] = []
         self.may_load = threading.Event()
@@ -49,7 +51,7 @@ class Rig:
         pool = PreparationPool(None)
         loader = TextLoader(pool, GrammarChecks(pool), tool_format="template")
         self._read = loader.load if has_check else lambda path: served_text(ModelFiles(Path(path)))
-        self.texts = LoadedTexts(self._load, self, max_loaded=max_loaded)
+        self.texts = LoadedTexts(self._load, self, max_loaded=max_loaded, max_wait_s=max_wait_s)
 
     def now(self) -> float:
         return self.time
@@ -163,6 +165,20 @@ async def test_source_that_hangs_delays_no_other(dirs: list[Path]) -> None:
     assert not hangs.done()
     rig.may_load.set()
     await asyncio.gather(hangs, other)
+
+
+async def test_request_leaves_a_load_that_takes_too_long(dirs: list[Path]) -> None:
+    """The load goes on for those that come later."""
+    rig = Rig(max_loaded=2, max_wait_s=0.01)
+    rig.may_load.clear()
+    for _ in range(2):
+        with pytest.raises(NoCapacity, match="files of this model are still being read"):
+            await rig.get(dirs[0])
+    rig.may_load.set()
+    await until(lambda: not rig.texts._loading, poll_s=0.001)
+    rig.texts.max_wait_s = LIMIT_S
+    await rig.get(dirs[0])
+    assert rig.loads == [str(dirs[0])]
 
 
 async def test_other_weights_in_the_same_directory_are_read_again(dirs: list[Path]) -> None:
