@@ -26,7 +26,7 @@ from shared.engine.codec.safetensors_layout import MappedFile, map_safetensors
 from shared.engine.codec.shard import BundleShard, OnBytes, checksum, read_record, write_shard
 from shared.engine.codec.threads import coding_threads
 from shared.engine.codec.work_folder import UNDER_WORK, WorkFolder, work_folder
-from shared.errors import CheckpointError, ConfigError
+from shared.errors import CheckpointError
 
 
 class ByteProgress(Protocol):
@@ -48,9 +48,7 @@ def compress_folder(
     line; `target` then does not exist.
     """
     folder = list_model_folder(source)
-    if target.absolute().resolve().is_relative_to(source.resolve()):
-        raise ConfigError(f"{target} is inside of {source}: name a folder outside of it")
-    with work_folder(target) as work, coding_threads(num_threads) as executor:
+    with work_folder(target, source) as work, coding_threads(num_threads) as executor:
         manifest = _bundle(folder, work, executor, progress)
         work.publish()
     return manifest

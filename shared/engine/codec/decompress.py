@@ -19,7 +19,7 @@ from shared.engine.codec.safetensors_layout import LENGTH, map_safetensors
 from shared.engine.codec.shard import BundleShard, checksum, original_parts
 from shared.engine.codec.threads import coding_threads
 from shared.engine.codec.work_folder import WorkFolder, work_folder
-from shared.errors import CheckpointError, ConfigError
+from shared.errors import CheckpointError
 
 
 def decompress_folder(
@@ -31,9 +31,7 @@ def decompress_folder(
     then does not exist.
     """
     manifest = read_manifest(bundle)
-    if target.absolute().resolve().is_relative_to(bundle.resolve()):
-        raise ConfigError(f"{target} is inside of {bundle}: name a folder outside of it")
-    with work_folder(target) as work, coding_threads(num_threads) as executor:
+    with work_folder(target, bundle) as work, coding_threads(num_threads) as executor:
         progress.expect(_num_bytes(manifest))
         shards = [
             BundleShard(bundle / bundle_path(record.path), record, executor)

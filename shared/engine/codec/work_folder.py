@@ -66,8 +66,9 @@ class WorkFolder:
 
 
 @contextmanager
-def work_folder(target: Path, *, resumes: bool = True) -> Iterator[WorkFolder]:
-    """Raises ConfigError if `target` exists or another process writes it.
+def work_folder(target: Path, source: Path, *, resumes: bool = True) -> Iterator[WorkFolder]:
+    """Raises ConfigError if `target` exists, is inside of `source`, which the work reads, or
+    another process writes it.
 
     An OSError becomes a CheckpointError that states how to continue. Unless the work `resumes`,
     nothing of an earlier run is used and nothing of this one remains.
@@ -75,6 +76,8 @@ def work_folder(target: Path, *, resumes: bool = True) -> Iterator[WorkFolder]:
     target = target.absolute()
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists already: name a new folder")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(f"{target} is inside of {source}: name a folder outside of it")
     if not target.parent.is_dir():
         raise ConfigError(f"{target.parent} is not a folder")
     work = WorkFolder(target)

@@ -26,7 +26,7 @@ from shared.engine.model_config.formats import (
 )
 from shared.engine.model_config.quantization import find_match
 from shared.engine.model_config.quantization_config import FIELD, scale_dtype
-from shared.engine.quantize.round_to_nearest import quantized_tensors
+from shared.engine.quantize.round_to_nearest import quantized_tensors, read_numbers
 from shared.engine.quantize.stacked_mxfp4 import CONFIG as MXFP4_CONFIG
 from shared.engine.quantize.stacked_mxfp4 import StackedMxfp4
 from shared.engine.weights.load import (
@@ -73,11 +73,10 @@ class _Written:
         return {f"{layer}.{kind}": each for kind, each in found.items()}
 
     def content(self, name: str) -> list[Tensor]:
-        tensor = read_tensor(self.tensors, name)
         if not self._is_quantized(name):
-            return [tensor]
+            return [read_tensor(self.tensors, name)]
         layer = name.removesuffix(".weight")
-        found = quantized_tensors(tensor, self.form)
+        found = quantized_tensors(read_numbers(self.tensors, name), self.form)
         return [found[each.removeprefix(f"{layer}.")] for each in self.described(name)]
 
     def _is_quantized(self, name: str) -> bool:
@@ -110,7 +109,7 @@ def quantize_folder(
         dtype = scale_dtype(config)
         form = Int4(group=group, is_symmetric=is_symmetric, scale_dtype=dtype)
     progress.expect(folder.num_bytes())
-    with work_folder(target, resumes=False) as work, open_checkpoint(source) as tensors:
+    with work_folder(target, source, resumes=False) as work, open_checkpoint(source) as tensors:
         _check_dtypes(tensors)
         if kind == "mxfp4":
             experts = StackedMxfp4(tensors)

@@ -13,9 +13,24 @@ import torch
 from torch import Tensor
 
 from shared.engine.model_config.formats import FP8_BLOCK, Fp8Block, Int4, num_groups
+from shared.engine.weights.load import CheckpointTensors
+from shared.engine.weights.weight_source import read_tensor
+from shared.errors import CheckpointError
 
 _LARGEST_E4M3 = 448.0
 _CODES = 8  # codes of four bits in an int32
+
+
+def read_numbers(tensors: CheckpointTensors, name: str) -> Tensor:
+    """Raises CheckpointError for a weight that no code is near, and which would spoil the scale of
+    others.
+    """
+    tensor = read_tensor(tensors, name)
+    if not bool(tensor.isfinite().all()):
+        raise CheckpointError(
+            f"{tensors.path(name)}: tensor {name} has NaN or infinite weights, which no scale fits"
+        )
+    return tensor
 
 
 def quantized_tensors(weight: Tensor, form: Int4 | Fp8Block) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.model_config.formats import Mxfp4, TensorSpec, num_groups
+from shared.engine.quantize.round_to_nearest import read_numbers
 from shared.engine.weights.load import CheckpointTensors
 from shared.engine.weights.weight_source import read_tensor
 from shared.errors import CheckpointError, ConfigError
@@ -67,9 +68,9 @@ class StackedMxfp4:
         }
 
     def content(self, name: str) -> list[Tensor]:
-        tensor = read_tensor(self.tensors, name)
         if name not in self.layers:
-            return [tensor]
+            return [read_tensor(self.tensors, name)]
+        tensor = read_numbers(self.tensors, name)
         blocks, scales = zip(*(mxfp4(expert.T) for expert in tensor), strict=True)
         return [torch.stack(blocks), torch.stack(scales)]
 

@@ -145,7 +145,7 @@ def test_full_disk_is_reported_and_finished_files_remain(tmp_path: Path) -> None
 
 def test_concurrent_compression_is_rejected(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "model")
-    with work_folder(tmp_path / "new") as work:
+    with work_folder(tmp_path / "new", tmp_path / "old") as work:
         work.path("begun").touch()
         with pytest.raises(ConfigError, match="new: another process is writing it"):
             compress_folder(source, tmp_path / "new", Silent())
@@ -157,7 +157,7 @@ def test_concurrent_compression_is_rejected(tmp_path: Path) -> None:
 def test_failure_before_the_first_file_leaves_nothing(tmp_path: Path) -> None:
     with (
         pytest.raises(CheckpointError, match=r"new: no more$"),
-        work_folder(tmp_path / "new"),
+        work_folder(tmp_path / "new", tmp_path / "old"),
     ):
         raise OSError(errno.ENOSPC, "no more")
     assert not list(tmp_path.iterdir())
@@ -172,13 +172,16 @@ def test_work_folder_with_links_is_rejected(tmp_path: Path) -> None:
     root.mkdir()
     (root / "lock").touch()
     (root / "files").symlink_to(others)
-    with pytest.raises(ConfigError, match="an interrupted run"), work_folder(tmp_path / "new"):
+    with (
+        pytest.raises(ConfigError, match="an interrupted run"),
+        work_folder(tmp_path / "new", tmp_path / "old"),
+    ):
         pass
     assert (others / "precious").exists()
 
 
 def test_empty_work_folder_of_a_killed_run_is_reused(tmp_path: Path) -> None:
     (tmp_path / "new.partial").mkdir()
-    with work_folder(tmp_path / "new") as work:
+    with work_folder(tmp_path / "new", tmp_path / "old") as work:
         work.path("begun").touch()
     assert (tmp_path / "new.partial" / "files" / "begun").exists()

@@ -149,22 +149,47 @@ def test_weights_that_change_while_they_are_read_are_an_error(tmp_path: Path) ->
 
 def test_codes_are_not_rounded_again(tmp_path: Path) -> None:
     """ModelOpt names its formats in a file of its own."""
-    write_llama(tmp_path, dtype=torch.bfloat16)
+    source = tmp_path / "plain"
+    write_llama(source, dtype=torch.bfloat16)
     name = "model.layers.0.mlp.up_proj.weight"
-    edit_tensors(tmp_path, lambda found: found.update({name: found[name].to(torch.float8_e4m3fn)}))
+    edit_tensors(source, lambda found: found.update({name: found[name].to(torch.float8_e4m3fn)}))
     with pytest.raises(CheckpointError, match=rf"tensor {name} is F8_E4M3; only BF16"):
-        quantize(tmp_path, tmp_path / "new", "fp8")
-    edit_tensors(tmp_path, lambda found: found.update({name: found[name].to(torch.complex64)}))
+        quantize(source, tmp_path / "new", "fp8")
+    edit_tensors(source, lambda found: found.update({name: found[name].to(torch.complex64)}))
     with pytest.raises(CheckpointError, match=f"tensor {name}: dtype 'C64' is not supported"):
-        quantize(tmp_path, tmp_path / "new", "fp8")
+        quantize(source, tmp_path / "new", "fp8")
 
 
 def test_codes_of_stacked_experts_are_not_rounded_again(tmp_path: Path) -> None:
-    FAMILIES["gpt-oss"].write(tmp_path, hidden_size=64, intermediate_size=64)
+    source = tmp_path / "plain"
+    FAMILIES["gpt-oss"].write(source, hidden_size=64, intermediate_size=64)
     name = "model.layers.1.mlp.experts.down_proj"
-    edit_tensors(tmp_path, lambda found: found.update({name: found[name].to(torch.float8_e4m3fn)}))
+    edit_tensors(source, lambda found: found.update({name: found[name].to(torch.float8_e4m3fn)}))
     with pytest.raises(CheckpointError, match=rf"tensor {name} is F8_E4M3; only BF16"):
-        quantize(tmp_path, tmp_path / "new", "mxfp4")
+        quantize(source, tmp_path / "new", "mxfp4")
+
+
+def spoil_last(tensors: dict[str, Tensor], name: str, value: float) -> None:
+    tensors[name].view(-1)[-1] = value
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_no_numbers_are_named(value: float, tmp_path: Path) -> None:
+    """The scale of a NaN is one: all weights of its group would be lost. Others are copied."""
+    source = tmp_path / "plain"
+    write_llama(source, dtype=torch.bfloat16)
+    spoiled = "model.layers.1.mlp.down_proj.weight"
+    edit_tensors(source, lambda found: spoil_last(found, spoiled, value))
+    for kind, options in (("int4", {"group": 0, "is_symmetric": value > 0}), ("fp8", {})):
+        with pytest.raises(CheckpointError, match=rf"tensor {spoiled} has NaN or infinite"):
+            quantize(source, tmp_path / kind, kind, **options)  # type: ignore[arg-type]
+        assert not (tmp_path / kind).exists()
+    quantize(source, tmp_path / "dense", "fp8", ignored=[spoiled.removesuffix(".weight")])
+    FAMILIES["gpt-oss"].write(tmp_path / "experts", hidden_size=64, intermediate_size=64)
+    spoiled = "model.layers.1.mlp.experts.down_proj"
+    edit_tensors(tmp_path / "experts", lambda found: spoil_last(found, spoiled, value))
+    with pytest.raises(CheckpointError, match=rf"tensor {spoiled} has NaN or infinite"):
+        quantize(tmp_path / "experts", tmp_path / "mxfp4", "mxfp4")
 
 
 def test_what_cannot_be_quantized(tmp_path: Path) -> None:
@@ -174,7 +199,9 @@ def test_what_cannot_be_quantized(tmp_path: Path) -> None:
         quantize(source, tmp_path / "new", "int4")
     with pytest.raises(ConfigError, match="no linear layer is left"):
         quantize(source, tmp_path / "new", "int4", ignored=["re:.*"])
-    assert not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError, match=r"is inside of .*plain: name a folder outside of it"):
+        quantize(source, source / "new", "fp8")
+    assert not (tmp_path / "new").exists() and not (source / "new").exists()
     quantize(source, tmp_path / "new", "fp8")
     with pytest.raises(ConfigError, match="is quantized already"):
         quantize(tmp_path / "new", tmp_path / "again", "fp8")

@@ -72,8 +72,9 @@ def write(form: str, folder: Path) -> Path:
     if form in FAMILIES:
         FAMILIES[form].write(folder)
         return folder
-    write_llama(folder, hidden_size=64, head_dim=32, intermediate_size=128)
-    return quantize(folder, folder / "copy", form) if form in ("int4", "fp8") else folder
+    plain = folder / "plain"
+    write_llama(plain, hidden_size=64, head_dim=32, intermediate_size=128)
+    return quantize(plain, folder / form, form) if form in ("int4", "fp8") else plain
 
 
 class OtherMemory:
