@@ -47,16 +47,16 @@ async def listening_for_ranks(
 
 def _assign(listener: HostListener, asked: JoinRanks) -> RanksAssigned:
     try:
-        ranks = listener.assign(asked.host, asked.num_ranks)
+        assigned = listener.assign(asked.host, asked.num_ranks)
     except ValueError as error:
         raise InvalidRequest(str(error)) from None
-    log.info("ranks_assigned", host=asked.host, ranks=list(ranks))
+    log.info("ranks_assigned", host=asked.host, ranks=list(assigned.ranks))
     return RanksAssigned(
         host=listener.host,
         port=listener.port,
-        key=listener.key,
-        first_rank=ranks.start,
-        num_ranks=len(ranks),
+        key=assigned.key,
+        first_rank=assigned.ranks.start,
+        num_ranks=len(assigned.ranks),
         tp=listener.shape.tp,
         pp=listener.shape.pp,
     )

@@ -5,8 +5,9 @@
     kv        one a rank, which the rank itself reads
     masks     one, of the answering rank
 
-A host proves that it has the leader's key, which it gets on another, encrypted way. What follows is
-neither encrypted nor authenticated: it is for networks that the operator trusts.
+A host proves that it has the key of its assignment, which it gets on another, encrypted way, and
+the leader replies whether the connection has joined. What follows is neither encrypted nor
+authenticated: it is for networks that the operator trusts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from socket import gethostname
 
@@ -30,6 +31,7 @@ KEY_BYTES = NONCE_BYTES = 32
 HELLO_S = 2.0  # time for a connection to prove itself
 POLL_S = 0.1
 SEND_S = 30.0
+JOINED = b""  # the reply to a connection that has joined; to others, a reason
 JOIN_S = 4.0  # a host without a connection after it loses its ranks to the next that asks
 
 Role = tuple[str, int]  # kind, rank
@@ -43,11 +45,14 @@ class JoinHello(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class HostConnections:
-    """The connections of one host, which runs `ranks`, at either end."""
+    """The connections of one host, which runs `ranks`, at either end. `key` is of this assignment:
+    a host that lost these ranks to another one does not have it.
+    """
 
     name: str
     ranks: range
     sockets: dict[Role, socket.socket] = field(default_factory=dict)
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
     assigned_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -78,10 +83,10 @@ class HostListener:
         self, host: str, shape: MeshShape, num_ranks: int, *, join_s: float = JOIN_S
     ) -> None:
         self.host, self.shape = host, shape
-        self.key = secrets.token_bytes(KEY_BYTES)
         self._socket = socket.create_server((host, 0))
         self._socket.settimeout(POLL_S)
         self._hosts: list[HostConnections] = []
+        self._late: list[HostConnections] = []  # hosts that lost their ranks
         self._ranks = range(shape.num_ranks - num_ranks, shape.num_ranks)
         self._join_s = join_s
         self._lock = threading.Lock()
@@ -96,20 +101,21 @@ class HostListener:
     def num_missing(self) -> int:
         return len(self._ranks) - sum(len(each.ranks) for each in self._hosts)
 
-    def assign(self, name: str, num_ranks: int) -> range:
+    def assign(self, name: str, num_ranks: int) -> HostConnections:
         """The next ranks are this host's. Raises ValueError if fewer are missing."""
         with self._lock:
             oldest = time.monotonic() - self._join_s
-            self._hosts = [
-                each for each in self._hosts if each.sockets or each.assigned_at > oldest
-            ]
+            late = [each for each in self._hosts if not each.sockets and each.assigned_at <= oldest]
+            self._late += late
+            self._hosts = [each for each in self._hosts if each not in late]
             ranks = self._missing_ranks(num_ranks)
             if ranks is None:
                 raise ValueError(f"{name} offers {num_ranks} ranks: {self.num_missing} are missing")
             if name in {gethostname(), *(each.name for each in self._hosts)}:
                 name = f"{name} ({ranks.start})"
-            self._hosts.append(HostConnections(name, ranks))
-            return ranks
+            host = HostConnections(name, ranks)
+            self._hosts.append(host)
+            return host
 
     def accept(self, limit_s: float) -> list[HostConnections]:
         """Returns once all hosts have all their connections. Raises GroupLost after the limit."""
@@ -147,24 +153,30 @@ class HostListener:
         return [each for each in roles if each not in host.sockets]
 
     def _admit(self, connection: socket.socket) -> None:
-        """Closes a connection that does not prove itself, or that no host needs."""
+        """Closes a connection that does not prove itself, that no host needs, or that is late."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         frames = FrameSocket(connection, HELLO_S)
         try:
             frames.send(nonce)
             hello = msgspec.msgpack.decode(frames.receive(HELLO_S), type=JoinHello)
+            role = hello.kind, hello.rank
+            with self._lock:
+                host = _proven(self._hosts, hello.proof, nonce, role)
+                if host is not None and role in self._open_roles(host):
+                    frames.send(JOINED)
+                    FrameSocket(connection, SEND_S)
+                    host.sockets[role] = connection
+                    return
+                late = _proven(self._late, hello.proof, nonce, role)
+            if late is not None:
+                frames.send(self._lateness(late).encode())
         except (ConnectionLost, msgspec.DecodeError):
-            connection.close()
-            return
-        role = hello.kind, hello.rank
-        with self._lock:
-            host = next((each for each in self._hosts if hello.rank in each.ranks), None)
-            is_proven = hmac.compare_digest(hello.proof, _proof(self.key, nonce, role))
-            if host is None or not is_proven or role not in self._open_roles(host):
-                connection.close()
-            else:
-                FrameSocket(connection, SEND_S)
-                host.sockets[role] = connection
+            pass
+        connection.close()
+
+    def _lateness(self, late: HostConnections) -> str:
+        ranks = ", ".join(map(str, late.ranks))
+        return f"this host has lost ranks {ranks}: it opened no connection in {self._join_s:g} s"
 
     def close(self) -> None:
         """Stops listening. The connections that `accept` has returned stay open."""
@@ -176,17 +188,34 @@ def open_connections(
     address: tuple[str, int], key: bytes, name: str, ranks: range, shape: MeshShape
 ) -> HostConnections:
     """Connects another host to the leader. Raises GroupLost."""
-    host = HostConnections(name, ranks)
+    host = HostConnections(name, ranks, key=key)
     try:
         for role in roles_of(ranks, shape):
             host.sockets[role] = connection = socket.create_connection(address, SEND_S)
             frames = FrameSocket(connection, SEND_S)
             nonce = frames.receive(SEND_S)
             frames.send(msgspec.msgpack.encode(JoinHello(*role, _proof(key, nonce, role))))
+            # nothing follows it on the last connection before this host's ranks run
+            if (reply := frames.receive(SEND_S)) != JOINED:
+                raise ConnectionLost(reply.decode(errors="replace"))
     except (OSError, ConnectionLost) as error:
         host.close()
         raise GroupLost(f"cannot join ranks at {address[0]}:{address[1]}: {error}") from None
     return host
+
+
+def _proven(
+    hosts: Iterable[HostConnections], proof: bytes, nonce: bytes, role: Role
+) -> HostConnections | None:
+    """Returns the host whose key and ranks the proof shows."""
+    return next(
+        (
+            each
+            for each in hosts
+            if role[1] in each.ranks and hmac.compare_digest(proof, _proof(each.key, nonce, role))
+        ),
+        None,
+    )
 
 
 def _proof(key: bytes, nonce: bytes, role: Role) -> bytes:

@@ -49,9 +49,9 @@ def other_host(
     shape: MeshShape, num_ranks: int, folder: Path
 ) -> Iterator[tuple[HostListener, subprocess.Popen]]:
     listener = HostListener("127.0.0.1", shape, num_ranks)
-    ranks = listener.assign("other", num_ranks)
-    address = "127.0.0.1", str(listener.port), listener.key.hex()
-    numbers = map(str, (ranks.start, num_ranks, shape.tp, shape.pp))
+    assigned = listener.assign("other", num_ranks)
+    address = "127.0.0.1", str(listener.port), assigned.key.hex()
+    numbers = map(str, (assigned.ranks.start, num_ranks, shape.tp, shape.pp))
     module = "tests.shared.engine.executors.group.host_process"
     command = [sys.executable, "-m", module, *address, *numbers, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +47,6 @@ from tests.shared.engine.parallel.processes.test_group import (
     plan,
     spec,
 )
-from tests.support.waiting import until
 
 Other = subprocess.Popen
 
@@ -60,10 +58,10 @@ def two_hosts(
     """A group with its last ranks on another host, half of them, and that host's process."""
     num_ranks = shape.num_ranks // 2
     listener = HostListener("127.0.0.1", shape, num_ranks)
-    ranks = listener.assign("other", num_ranks)
-    numbers = map(str, (ranks.start, num_ranks, shape.tp, shape.pp))
+    assigned = listener.assign("other", num_ranks)
+    numbers = map(str, (assigned.ranks.start, num_ranks, shape.tp, shape.pp))
     module = "tests.shared.engine.parallel.processes.other_host"
-    address = ("127.0.0.1", str(listener.port), listener.key.hex(), "other")
+    address = ("127.0.0.1", str(listener.port), assigned.key.hex(), "other")
     command = [sys.executable, "-m", module, *address, *numbers]
     store, port = serve_store("127.0.0.1") if entry == MLP else (None, 0)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
@@ -248,43 +246,51 @@ def test_host_does_not_wait_until_the_leader_takes_an_answer(connect: Connect) -
     answers.close()
 
 
-async def test_ranks_of_a_host_that_does_not_come_are_the_next_ones() -> None:
-    """It was stopped after the answer, or the answer did not reach it."""
-    shape = MeshShape(1, 4)
-    listener = HostListener("127.0.0.1", shape, 2, join_s=0.0)
-    address, joined = ("127.0.0.1", listener.port), []
+def opened(
+    listener: HostListener, host: HostConnections, key: bytes | None = None
+) -> HostConnections:
+    """Connects a host as it does after the answer to its request."""
+    place = host.name, host.ranks, listener.shape
+    return open_connections(("127.0.0.1", listener.port), key or host.key, *place)
+
+
+def test_ranks_of_a_host_that_does_not_come_are_the_next_ones() -> None:
+    """It was stopped after the answer, or the answer did not reach it. It may come yet."""
+    listener = HostListener("127.0.0.1", MeshShape(1, 4), 2, join_s=0.0)
+    joined = []
     with ThreadPoolExecutor(1) as pool, ExitStack() as ends:
         accepted = pool.submit(listener.accept, WAIT_S)
         ends.callback(listener.close)
-        assert listener.assign("gone", 2) == range(2, 4)
+        gone = listener.assign("gone", 2)
+        assert gone.ranks == range(2, 4)
         for name, ranks in (("one", range(2, 3)), ("two", range(3, 4))):
-            assert listener.assign(name, 1) == ranks
-            joined.append(open_connections(address, listener.key, name, ranks, shape))
+            assigned = listener.assign(name, 1)
+            assert assigned.ranks == ranks
+            with pytest.raises(GroupLost, match="this host has lost ranks 2, 3: it opened no"):
+                opened(listener, gone)
+            joined.append(opened(listener, assigned))
             ends.callback(joined[-1].close)
-            await until(lambda: listener._hosts[-1].sockets.keys() == joined[-1].sockets.keys())
         hosts = accepted.result(WAIT_S)
         ends.callback(lambda: [each.close() for each in hosts])
-        assert [(each.name, each.ranks) for each in hosts] == [
-            ("one", range(2, 3)),
-            ("two", range(3, 4)),
-        ]
+        for ours, theirs in zip(hosts, joined, strict=True):
+            assert (ours.name, ours.ranks) == (theirs.name, theirs.ranks)
+            for role, connection in theirs.sockets.items():
+                assert ours.sockets[role].getpeername() == connection.getsockname()
 
 
 def test_host_without_the_key_does_not_join() -> None:
-    shape = MeshShape(1, 2)
-    listener = HostListener("127.0.0.1", shape, 1)
-    ranks = listener.assign("other", 1)
+    listener = HostListener("127.0.0.1", MeshShape(1, 2), 1)
+    assigned = listener.assign("other", 1)
     with pytest.raises(ValueError, match="third offers 1 ranks: 0 are missing"):
         listener.assign("third", 1)
-    address = "127.0.0.1", listener.port
-    stranger = threading.Thread(
-        target=lambda: open_connections(address, b"x" * 32, "other", ranks, shape).close()
-    )
-    stranger.start()
-    with pytest.raises(GroupLost, match="other has not opened steps of rank 1"):
-        listener.accept(0.3)
-    listener.close()
-    stranger.join()
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, WAIT_S)
+        with pytest.raises(GroupLost, match=r"cannot join ranks at .*: it has closed"):
+            opened(listener, assigned, b"x" * 32)
+        assert not assigned.sockets
+        listener.close()
+        with pytest.raises(GroupLost, match="other has not opened steps of rank 1"):
+            accepted.result(WAIT_S)
 
 
 def test_rendezvous_listens_on_its_address_alone() -> None:
