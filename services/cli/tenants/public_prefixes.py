@@ -50,19 +50,20 @@ def publish_prefix(
         )
     if not text.strip():
         raise ConfigError("the prefix is empty")
-    prefix = PinnedPrefix(
-        name=name,
-        tenant_id=PUBLIC_TENANT_ID,
-        model=check_model_id(model, "model"),
-        messages=_messages(text) if is_json else [{"role": "system", "content": text}],
-        created_at=int(time.time()),
-    )
+    check_model_id(model, "model")
+    messages = _messages(text) if is_json else [{"role": "system", "content": text}]
 
     async def save(store: Store) -> None:
-        named = await ModelAliasAdmin(store, time.time).model_of(model)
-        saved = msgspec.structs.replace(prefix, model=named)
+        now = time.time()
+        prefix = PinnedPrefix(
+            name=name,
+            tenant_id=PUBLIC_TENANT_ID,
+            model=await ModelAliasAdmin(store, time.time).model_of(model),
+            messages=messages,
+            created_at=int(now),
+        )
         try:
-            await pinned_prefix.save(store, saved, time.time(), max_prefixes=max_prefixes)
+            await pinned_prefix.save(store, prefix, now, max_prefixes=max_prefixes)
         except TooManyPrefixes as error:
             raise ConfigError(f"the public prefix is not saved: {error.message}") from error
 

@@ -15,14 +15,14 @@ from services.gateway.structured.tools.tool import ToolOptions
 from services.gateway.tenancy.errors import ExceedsLimit
 from services.gateway.tenancy.permissions import priority_of
 from services.gateway.text.checkpoint.sentence_modules import SentenceModules, model_pooling
-from shared.block_hash import extend_chain, image_extras, root_hash
+from shared.block_hash import image_extras, root_hash
 from shared.errors import InvalidRequest, PromptTooLong
 from shared.grammar.spec import GRAMMAR_FEATURE
 from shared.grammar.thinking import THINKING_FEATURE
 from shared.messages import Choice, ImagePart, ModelCard, Pooling, Request, SamplingParams
 from shared.packing import TOKEN_ID_BYTES, pack_hashes, pack_token_ids
 from shared.pixels.pixel_frames import IMAGES_FEATURE
-from shared.tenancy.prefixes.public_prefixes import PromptChain, PublicPrefixes
+from shared.tenancy.prefixes.public_prefixes import PublicPrefixes
 from shared.tenancy.tenant import TenantRecord
 
 # Bytes of a message besides tokens, hashes and sampling: ids, the scheduler's additions.
@@ -224,17 +224,15 @@ def build_request(
     sampling: SamplingParams,
     card: ModelCard,
     origin: RequestContext,
-    public: PublicPrefixes | None = None,
+    public: PublicPrefixes,
 ) -> Request:
     tenant, images = origin.tenant, images_of(generation.prompt)
     root = root_hash(
         tenant.tenant_id, card.revision, cache_salt=generation.cache_salt, key=origin.root_key
     )
     extras = image_extras(images, card.block_size)
-    if public is None or generation.cache_salt:  # salted prompts are never shared
-        chain = PromptChain(root, extend_chain(root, prompt_token_ids, card.block_size, extras))
-    else:
-        chain = public.chain(root, prompt_token_ids, card, extras)
+    is_salted = bool(generation.cache_salt)
+    chain = public.chain(root, prompt_token_ids, card, extras, is_salted=is_salted)
     return Request(
         request_id=origin.request_id,
         tenant_id=tenant.tenant_id,

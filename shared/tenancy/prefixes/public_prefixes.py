@@ -68,12 +68,15 @@ class PublicPrefixes:
         token_ids: list[int],
         card: ModelCard,
         extras: BlockExtras = NO_EXTRAS,
+        *,
+        is_salted: bool = False,
     ) -> PromptChain:
         """Returns the hashes of a prompt. `root`: the tenant's root hash; `extras`: of its images.
-        A prefix is not public for a prompt that has an image within it.
+        A prefix is not public for a prompt that has an image within it, nor for one that
+        `is_salted`.
         """
         num_before_images = min(extras, default=len(token_ids))  # blocks
-        if not self._prefixes:
+        if is_salted or not self._prefixes:
             return PromptChain(root, extend_chain(root, token_ids, card.block_size, extras))
         packed = pack_token_ids(token_ids)
         for public in self._public_chains(card):
@@ -102,10 +105,8 @@ class PublicPrefixes:
         root = root_hash(
             prefix.tenant_id, card.revision, cache_salt=prefix.cache_salt, key=self._key()
         )
-        if prefix.cache_salt:
-            packed = prefix.token_ids
-            return PromptChain(root, extend_packed(root, packed, card.block_size, extras))
-        return self.chain(root, unpack_token_ids(prefix.token_ids), card, extras)
+        token_ids, is_salted = unpack_token_ids(prefix.token_ids), bool(prefix.cache_salt)
+        return self.chain(root, token_ids, card, extras, is_salted=is_salted)
 
     def _public_chains(self, card: ModelCard) -> list[_PublicChain]:
         """Returns the chains of a model, the longest first, then by name."""

@@ -23,6 +23,7 @@ from shared.messages import (
     Request,
     SamplingParams,
 )
+from shared.tenancy.prefixes.public_prefixes import PublicPrefixes
 from shared.tenancy.tenant import TenantRecord
 from tests.simulation.checks.origins import MarkedExecutor, Origins
 from tests.support.world.bus import SimulatedNetwork
@@ -95,7 +96,7 @@ class Isolation:
             request_id="r", tenant=tenant, gateway_id="gateway-1", timeout_s=60.0
         )
         card = self.workers["decode-1"].worker.served.card
-        request = build_request(generation, tokens, sampling, card, origin)
+        request = build_request(generation, tokens, sampling, card, origin, PublicPrefixes())
         if options:
             request = type(request)(**{**_fields(request), **options})
         return request, self.origins.declare(request, cache_salt)

@@ -350,7 +350,8 @@ class GatewayMetrics:
 
     def _latencies(self, name: str) -> tuple[int, ...]:
         """Returns the values of all models by bucket of LATENCY_BOUNDS_S."""
-        return latency_counts([each.by_name[name] for each in [*self.own.histograms.values()]])
+        histograms = list(self.own.histograms.values())  # on a thread: a model may be added
+        return latency_counts([each.by_name[name] for each in histograms])
 
     def render(self, names: str = "hearth") -> bytes:
         """Returns the metrics in Prometheus's text format under "hearth" names or, for the boards
