@@ -275,6 +275,25 @@ def test_observer_and_operator_may_use_their_commands(stack: Stack) -> None:
         assert "permission" not in done.stderr.lower()
 
 
+def test_operator_keeps_its_list_in_a_volume_that_it_may_write() -> None:
+    """A volume of Docker has the owner of the folder in the image; its container is removed."""
+    (volume,) = SERVICES["operator"]["volumes"]
+    source, _, folder = interpolated(volume).partition(":")
+    assert source in COMPOSE["volumes"]
+    assert Path(environment("operator")["HEARTH_RETRACTIONS"]).parent == Path(folder)
+    dockerfile = (ROOT / "services" / "Dockerfile").read_text()
+    (owned,) = re.findall(r"install --directory --owner hearth (.*)", dockerfile)
+    mounted = {
+        target
+        for service in SERVICES.values()
+        for each in service.get("volumes", ())
+        if str(service.get("image")).startswith("hearth:")
+        for source, target, *mode in [interpolated(each).split(":")]
+        if source in COMPOSE["volumes"] and mode != ["ro"]
+    }
+    assert mounted == set(owned.split())
+
+
 def test_each_profile_has_workers_of_its_own() -> None:
     profiles = {name: each.get("profiles") for name, each in SERVICES.items()}
     assert profiles["prefill"] == profiles["decode"] == ["cpu"]

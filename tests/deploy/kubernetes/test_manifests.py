@@ -256,6 +256,22 @@ def test_roll_outlasts_the_start_that_probes_allow(build: str) -> None:
             assert each["spec"].get("progressDeadlineSeconds", 600) > start_s, name
 
 
+def test_operator_keeps_its_list_when_its_pod_is_replaced() -> None:
+    deployment = named("hearth-operator", "Deployment")["spec"]
+    spec = deployment["template"]["spec"]
+    (container,) = spec["containers"]
+    paths = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    claims = {
+        paths[each["name"]]: each["persistentVolumeClaim"]["claimName"]
+        for each in spec["volumes"]
+        if "persistentVolumeClaim" in each
+    }
+    (list_file,) = (e["value"] for e in container["env"] if e["name"] == "HEARTH_RETRACTIONS")
+    claim = named(claims[list_file.rpartition("/")[0]], "PersistentVolumeClaim")["spec"]
+    assert claim["accessModes"] == ["ReadWriteOnce"]
+    assert deployment["strategy"] == {"type": "Recreate"}  # two pods may be on two nodes
+
+
 @pytest.mark.parametrize("server", ["hearth-nats", "hearth-redis"])
 def test_servers_are_open_to_processes_of_the_namespace_alone(server: str) -> None:
     rules = named(server, "NetworkPolicy")["spec"]["ingress"]
