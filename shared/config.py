@@ -199,7 +199,7 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
     # Time after SIGTERM in which balancers see /ready; then come drain and stop
     lame_duck_s: float = 5.0
     write_timeout_s: float = 30.0  # time without a byte taken by the client
-    keep_alive_s: float = 10.0  # silence of a stream before its head and each comment
+    keep_alive_s: float = 10.0  # silence of a stream before its head and each empty event
     max_unsent_bytes: int = 8 * 1024 * 1024  # text and packed logprobs of one stream
     max_tenant_unsent_bytes: int = 128 * 1024 * 1024  # bytes of all responses of a tenant
     metrics_token: str = ""  # required to read /metrics; empty: none is required

@@ -170,7 +170,7 @@ HELP = {
     "max_stored_response_bytes": "Maximum memory of Redis for stored responses of all tenants; 0: "
     "half of its maxmemory.",
     "max_stored_prefix_bytes": "The same for named prefixes; 0: a quarter of its maxmemory.",
-    "keep_alive_s": "Seconds of silence before a stream sends its head, or a comment.",
+    "keep_alive_s": "Seconds of silence before a stream sends its head, or an empty event.",
     "max_unsent_bytes": "Maximum output of one stream that its client has not read.",
     "max_tenant_unsent_bytes": "Maximum output that waits for all clients of a tenant.",
     "metrics_token": "Bearer token required for /metrics; empty: no authentication.",
