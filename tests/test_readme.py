@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import typer
 
 from benchmarks import readme_table
+from benchmarks.gpu_results.runs import RESULTS, stored_runs
 from services.__main__ import app
 from tests import error_table
 
@@ -31,6 +33,7 @@ HEARTH = re.compile(r"(?:^|`)(?:HEARTH_\S+ )?hearth (\w[\w-]*)([^#\n`]*)", re.MU
 SCRIPT = re.compile(r"(?:^|`)(scripts/[\w.]+)", re.MULTILINE)
 MODULE = re.compile(r"python -m ((?:benchmarks|tests|services)[\w.]*)")
 OPTION = re.compile(r"`(--[\w-]+)[^`]*`")
+REPEATED = re.compile(r"\d\.\d\d to \d\.\d\d|[\d,]+ streams, \d+ faults, \d+ lost, \d+ altered")
 FOREIGN_OPTIONS = {"--profile", "--migration-limit"}  # of docker compose and Dynamo
 
 
@@ -80,6 +83,52 @@ def test_every_picture_exists_and_is_small():
 def test_figures_equal_the_committed_results():
     stale = [path for path, text in readme_table.written().items() if path.read_text() != text]
     assert stale == [], "run: python -m benchmarks.readme_table --write"
+
+
+def test_figures_in_prose_are_those_of_the_results():
+    guide = " ".join((ROOT / "services/guides/comparison.md").read_text().split())
+    repeated = REPEATED.findall(guide)
+    assert len(repeated) == 3
+    summary = readme_table.summary()
+    assert [each for each in repeated if each not in summary] == []
+    front = " ".join((ROOT / "README.md").read_text().split())
+    pauses = decode_pauses()
+    assert f"at most {pauses['kill']} s later, {pauses['freeze']} s if it froze" in front
+    bars = readme_table.result("adversity")["bars"]
+    (crowded,) = [each["value"] for each in bars if "beside 64 streams" in each["name"]]
+    assert f"raises another's p99 TTFT {crowded:.1f} x" in front
+
+
+def decode_pauses() -> dict[str, float]:
+    """Returns the longest pauses by fault, in tenths of a second, rounded up."""
+    rows = readme_table.worst_of(readme_table.result("chaos")["rows"])
+    of_decode = [each for each in rows if each["process"] == "decode-1"]
+    return {each["fault"]: math.ceil(each["pause_s"] * 10) / 10 for each in of_decode}
+
+
+def test_figures_of_a_gpu_in_its_guide_are_the_newest():
+    rows = {
+        (row["part"], row["case"], row.get("context")): row
+        for run in stored_runs(ROOT / RESULTS)
+        for row in run.rows
+        if run.card == "h200" and "case" in row
+    }
+    expected = []
+    for batch in (1, 8, 64, 256):
+        steps = [rows[f"8b_{mode}", f"decode, batch {batch}", 2048] for mode in ("fast", "exact")]
+        shown = (f"{row['measured_ms']:#.3g} ms, {row['of_roofline']:.2f}" for row in steps)
+        expected.append(f"batch {batch} | {' | '.join(shown)} |")
+    for part, case in (("serve", "both"), ("serve_apart", "apart")):
+        for users in (1, 16):
+            row = rows[part, f"{case}, {users} at a time", None]
+            expected += [
+                f"TTFT {row['ttft_p50_ms']:.0f} ms, ",
+                f" {row['tokens_per_s']:,.0f} tokens/s",
+            ]
+    starts = (rows["serve", "both, start", None], rows["serve_apart", "apart, start", None])
+    expected.append(" | " + ", ".join(f"{row['seconds']:.0f} s" for row in starts) + " |")
+    guide = (ROOT / "services/guides/gpus_and_sizes.md").read_text()
+    assert [each for each in expected if each not in guide] == []
 
 
 def test_error_table_equals_the_error_classes():
