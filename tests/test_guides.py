@@ -6,12 +6,14 @@ import ast
 import re
 import subprocess
 import tomllib
+from typing import get_args
 
 import pytest
 import typer
 import yaml
 
 from services.__main__ import app
+from services.gateway.tenancy.api_keys import RedisState
 from tests import model_matrix
 from tests.support import guide_blocks
 from tests.support.guide_blocks import FOLDER, ROOT, Block
@@ -30,7 +32,12 @@ READERS = {
     "yaml": yaml.safe_load,
 }
 DEFAULT = re.compile(r"`(--[a-z-]+)` \((?:`HEARTH_\w+`, )?([\d,]+)( MiB)?\b")
-QUOTED = re.compile(r"^\| `([^`]+)`", re.MULTILINE)
+FIRST_CELL = re.compile(r"^\| (`.*?) \|", re.MULTILINE)
+QUOTED = re.compile(r"`([^`]+)`")
+OF_THE_SYSTEM = {"No such file or directory"}
+# names of events, fields, metrics and codes
+NAME = re.compile(r"`([a-z][a-z0-9]*(?:_[a-z0-9]+)+)`")
+FOREIGN_NAMES = {"trust_remote_code", "stop_grace_period", "runbook_url"}
 
 
 def code_blocks(*languages: str) -> list[Block]:
@@ -176,19 +183,47 @@ def test_blocks_have_the_syntax_of_their_language(language, read):
             pytest.fail(f"{block}: {error}")
 
 
-def test_quoted_messages_occur_in_the_source():
+def test_quoted_messages_occur_in_the_source(source: str):
     """In troubleshooting.md, … stands for what differs from case to case."""
-    source = " ".join(
-        _joined(path.read_text())
-        for folder in ("services", "shared", "kernels")
-        for path in (ROOT / folder).rglob("*.py")
-    )
-    quoted = QUOTED.findall((FOLDER / "troubleshooting.md").read_text())
-    assert len(quoted) > 30
+    cells = FIRST_CELL.findall((FOLDER / "troubleshooting.md").read_text())
+    quoted = {each for cell in cells for each in QUOTED.findall(cell)} - OF_THE_SYSTEM
+    assert len(quoted) > 60
     missing = [
         each for each in quoted if not all(part.strip() in source for part in each.split("…"))
     ]
     assert missing == []
+
+
+def test_names_of_events_metrics_and_fields_occur_in_the_source(source: str):
+    records = (ROOT / "tests/surface/records").glob("metrics_of_*.txt")
+    known = set(re.findall(r"\w+", " ".join([source, *(each.read_text() for each in records)])))
+    pages = [*guide_blocks.guides(), ROOT / "services/gateway/OPERATING.md"]
+    pages.append(ROOT / "services/deploy/README.md")
+    named = {(page.name, name) for page in pages for name in NAME.findall(page.read_text())}
+    assert len(named) > 100
+    unknown = [each for each in named if not known & forms_of(each[1])]
+    assert [each for each in unknown if each[1] not in FOREIGN_NAMES] == []
+    assert not known & (forms_of("hearth_wanted_wokers_total") | forms_of("worker_stated"))
+
+
+def forms_of(name: str) -> set[str]:
+    """Returns the name, and it as the source has it: without the unit that is put behind it."""
+    return {name, name.removesuffix("_total"), name.removesuffix("_s")}
+
+
+def test_every_state_of_redis_is_in_the_guide_of_operators():
+    (line,) = re.findall(r"^.*`redis` says.*$", (FOLDER / "operating.md").read_text(), re.MULTILINE)
+    states = {*get_args(RedisState), "rejects writes"}
+    assert states - set(QUOTED.findall(line)) == set()
+
+
+@pytest.fixture(scope="module")
+def source() -> str:
+    return " ".join(
+        _joined(path.read_text())
+        for folder in ("services", "shared", "kernels")
+        for path in (ROOT / folder).rglob("*.py")
+    )
 
 
 def _joined(code: str) -> str:
