@@ -154,6 +154,17 @@ def options_of(command: typer.core.TyperCommand) -> dict[str, set[object]]:
     return found
 
 
+def test_guides_print_one_configuration_for_the_keys_of_several_hosts():
+    """Else a reload locks out those that a later page leaves out."""
+    named: dict[str, set[str]] = {}
+    for block in code_blocks("sh"):
+        for words in simple_commands(block.text):
+            if words[:2] == ["hearth", "nats-config"] and "10.0.0.1" in words and "keys" in words:
+                named[str(block)] = {each for each in words if re.fullmatch(r"\w+=[\w-]+", each)}
+    assert len(named) == 3
+    assert [place for place, names in named.items() if names != set.union(*named.values())] == []
+
+
 def test_programs_and_files_exist():
     missing = [
         f"{block}: {word}"
