@@ -224,7 +224,7 @@ HELP = {
     "load_format": "auto (as in the directory) or dummy: seeded weights from config.json alone, "
     "for measurements.",
     "weights": "auto (compressed if the checkpoint is), dense, or compressed: matrices in about "
-    "11.4 bits per weight instead of 16, without loss.",
+    "11.4 bits per weight on CPUs, 12.1 on CUDA, instead of 16, without loss.",
     "num_threads": "Math threads; 0 shares the cores of this host.",
     "worker_nats_url": "NATS server with the credential that all workers of the host share.",
     "budget": "DEVICE=SIZE|SHARE: memory that the models on a device may use, such as cpu=12GiB "

@@ -67,7 +67,7 @@ def up(
     log_format: given.LogFormat = "auto",
     check: given.Check = False,
 ) -> None:
-    """Start a cluster on this machine, send a first request, and run until Ctrl-C.
+    """Start a cluster on this machine, ask it two questions, and run until Ctrl-C.
 
     Also starts NATS and Redis, unless their URLs are given. Removes its processes, and its state
     without --state.

@@ -323,7 +323,7 @@ LinkPort = Annotated[
     int,
     typer.Option(rich_help_panel=_SITES, min=1, max=65535, help="Port on which links arrive."),
 ]
-Check = Annotated[bool, typer.Option("--check", help="Send one request, then stop.")]
+Check = Annotated[bool, typer.Option("--check", help="Ask two questions, then stop.")]
 
 
 class GivenModels(msgspec.Struct, frozen=True):

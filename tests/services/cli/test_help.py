@@ -43,4 +43,4 @@ def test_flags_have_no_value_and_defaults_are_said_once() -> None:
     assert "<" not in text.replace("ROLE-<6 hex digits>", "").replace("<6 hex", "")
     assert text.index("\nConnections:") < text.index("--nats-url URL") < text.index("\nProcess:")
     assert len(text.splitlines()) < 175
-    assert re.search(r"--check  +Send one", call_hearth(("up", "--help"), {"COLUMNS": "80"}).stdout)
+    assert re.search(r"--check  +Ask two", call_hearth(("up", "--help"), {"COLUMNS": "80"}).stdout)
