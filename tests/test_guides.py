@@ -32,6 +32,7 @@ READERS = {
     "yaml": yaml.safe_load,
 }
 DEFAULT = re.compile(r"`(--[a-z-]+)` \((?:`HEARTH_\w+`, )?([\d,]+)( MiB)?\b")
+BEFORE_OPTION = re.compile(r"\b([\d,]+)(?:( MiB)| s) \(`(--[a-z-]+)`\)")
 FIRST_CELL = re.compile(r"^\| (`.*?) \|", re.MULTILINE)
 QUOTED = re.compile(r"`([^`]+)`")
 OF_THE_SYSTEM = {"No such file or directory"}
@@ -130,15 +131,16 @@ def test_wrong_commands_are_found():
 
 
 def test_defaults_in_parentheses_are_those_of_some_command():
-    """Such as `--stale-s` (300 s)."""
+    """Such as `--stale-s` (300 s), and 300 s (`--stale-s`)."""
     defaults = options_of(typer.main.get_command(app))
     pages = [*guide_blocks.guides(), ROOT / "services/gateway/OPERATING.md"]
-    found = [
-        (page.name, option, int(number.replace(",", "")) * (2**20 if unit else 1))
-        for page in pages
-        for option, number, unit in DEFAULT.findall(page.read_text())
-    ]
-    assert len(found) > 8
+    found = []
+    for page in pages:
+        text = page.read_text()
+        named = [*DEFAULT.findall(text), *((o, n, u) for n, u, o in BEFORE_OPTION.findall(text))]
+        for option, number, unit in named:
+            found.append((page.name, option, int(number.replace(",", "")) * (2**20 if unit else 1)))
+    assert len(found) > 12
     assert [each for each in found if each[2] not in defaults[each[1]]] == []
 
 
