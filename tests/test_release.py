@@ -52,6 +52,8 @@ def test_what_cannot_be_released_is_refused_in_one_line(tree: Path, tmp_path: Pa
         ("0.4.0", "out"): "has no section '## 0.4.0, not released'",
         ("0.3.0", "out"): "says nothing of 0.3.0",
         ("0.2.0", "out", "--fast"): "no option --fast",
+        ("0.2.0", "out", "more"): "usage: ",
+        ("0.2.0", "out", "--quick"): "--quick needs ",
     }
     for words, expected in cases.items():
         result = release(tree, *words)
