@@ -1,7 +1,7 @@
 # Sourced by the other scripts: creates .venv and installs missing packages.
 # shellcheck shell=bash
 
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+ROOT="$(CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 OLDEST="$VENV/oldest" # packages that replace newer ones if PYTHONPATH contains this folder
 CLIENTS="$ROOT/.venv-clients" # an environment for each tests/clients/*/NAME.txt
@@ -16,23 +16,45 @@ fail() {
   exit 2
 }
 
-# Prints the first Python on the PATH that is new enough.
+# Prints the comment at the head of the script.
+print_usage() {
+  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+}
+
+# Holds the lock of the environment $1 until this shell ends, without which two scripts would install
+# into it at once: where there is flock (not on macOS), and the lock's file may be written.
+lock() {
+  command -v flock >/dev/null || return 0
+  { exec 9>"$1.lock"; } 2>/dev/null || return 0
+  flock -n 9 && return
+  echo "Waiting for another script, which installs into $1"
+  flock 9
+}
+
+# Prints the Python that is named, or the first one on the PATH that is new enough.
 find_python() {
-  local name
-  for name in "${HEARTH_PYTHON:-python3}" python3.13 python3.12 python3.11; do
+  local name names=(python3 python3.13 python3.12 python3.11)
+  [[ -z "${HEARTH_PYTHON:-}" ]] || names=("$HEARTH_PYTHON")
+  for name in "${names[@]}"; do
     if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       command -v "$name"
       return
     fi
   done
+  [[ -z "${HEARTH_PYTHON:-}" ]] || fail "HEARTH_PYTHON=$HEARTH_PYTHON is no Python 3.11 or newer"
   fail "Python 3.11 or newer is needed and was not found (apt install python3, or set HEARTH_PYTHON)"
 }
 
-# Whether the programs of the environment $1 find their Python: not once the folder has been moved,
-# or the Python has been removed.
+# Whether the programs of the environment $1 find their Python, and it their packages: not once the
+# folder has been moved, or the Python has been removed or has become a newer one.
 has_python() {
-  local first
-  read -r first <"$1/bin/pip" && [[ -x "${first#\#!}" ]]
+  local first second
+  { read -r first && read -r second; } <"$1/bin/pip" || return
+  if [[ "$first" == "#!/bin/sh" ]]; then # of a path that is long, or has a space
+    first="${second#*\"}"
+    first="${first%%\"*}"
+  fi
+  "${first#\#!}" -c 'import pip' 2>/dev/null
 }
 
 # Makes the environment $1, unless it is there already, with the Python $2 or one that is found.
@@ -72,13 +94,9 @@ install_cpu_torch() {
     fail "cannot install $torch: set HEARTH_TORCH_INDEX to an index that has it"
 }
 
-# Installs the project with the extra named by $1, unless its requirements are installed already. One
-# script of this clone at a time, where there is flock (not on macOS): the subshell holds the lock.
+# Installs the project with the extra named by $1, unless its requirements are installed already.
 install_project() (
-  if command -v flock >/dev/null && [[ -w "$ROOT" ]]; then
-    exec 9>"$VENV.lock"
-    flock 9
-  fi
+  lock "$VENV"
   local extra="$1" digest stamp constraints=()
   make_venv "$VENV"
   wants_cpu_torch && constraints=(-c "$ROOT/scripts/constraints-cpu.txt")
@@ -93,13 +111,15 @@ install_project() (
 )
 
 # Triton 3.6 interprets loops over tensors only with a numpy before 2.4.
-install_oldest_triton() {
+# Steps of the long run go on after a failure, so here only && ends one.
+install_oldest_triton() (
+  lock "$OLDEST"
   local packages=("triton==3.6.0" "numpy==2.3.*")
   [[ -f "$OLDEST/.installed" && "$(<"$OLDEST/.installed")" == "${packages[*]}" ]] && return
-  mkdir -p "$OLDEST"
-  "$VENV/bin/pip" install --quiet --no-deps --upgrade --target "$OLDEST" "${packages[@]}"
-  echo "${packages[*]}" >"$OLDEST/.installed"
-}
+  mkdir -p "$OLDEST" &&
+    "$VENV/bin/pip" install --quiet --no-deps --upgrade --target "$OLDEST" "${packages[@]}" &&
+    echo "${packages[*]}" >"$OLDEST/.installed"
+)
 
 # Prints a Python 3.12, the reference image's.
 find_python312() {
@@ -115,9 +135,10 @@ find_python312() {
 
 # Installs what the reference image has and the GPU kit imports, with torch's CPU build where it can
 # be had: compiling needs no more.
-make_reference_environment() {
+make_reference_environment() (
   local list="$ROOT/benchmarks/gpu_pack/environment.txt" stamp="$REFERENCE/.installed" python torch
   [[ -n "${HEARTH_REFERENCE:-}" ]] && return
+  lock "$REFERENCE"
   [[ -f "$stamp" && "$(<"$stamp")" == "$(<"$list")" ]] && return
   python="$(find_python312)"
   make_venv "$REFERENCE" "$python"
@@ -128,7 +149,7 @@ make_reference_environment() {
     echo "No $torch: its CUDA build is installed"
   "$REFERENCE/bin/pip" install --quiet -r "$list"
   cp "$list" "$stamp"
-}
+)
 
 # Installs the distribution's Chromium for the tests of the gateway's page, where that is allowed:
 # tests without one are skipped, and say so.
@@ -145,9 +166,11 @@ install_chromium() {
 }
 
 # Installs the outside clients of the requirements file $1 in an environment named like the file.
-install_clients() {
+install_clients() (
   local requirements="$1" venv digest stamp
   venv="$CLIENTS/$(basename "$requirements" .txt)"
+  mkdir -p "$CLIENTS"
+  lock "$venv"
   digest="$(cat "$requirements" "$ROOT/tests/clients/pytest.txt" | cksum | tr -d ' ')"
   stamp="$venv/.installed"
   make_venv "$venv"
@@ -155,18 +178,20 @@ install_clients() {
   echo "Installing ${requirements#"$ROOT/"}"
   "$venv/bin/pip" "${INSTALL[@]}" --quiet -r "$requirements"
   echo "$digest" >"$stamp"
-}
+)
 
 # The wheel beside Hearth's own packages, whose torch it takes: handoffs over it are in tests/nixl.
-install_nixl() {
+# A step of the long run, as install_oldest_triton.
+install_nixl() (
   local folder="$CLIENTS/nixl" digest
+  mkdir -p "$CLIENTS" && lock "$folder"
   digest="$(cksum <"$ROOT/tests/nixl/nixl.txt")"
   [[ -f "$folder/.installed" && "$(<"$folder/.installed")" == "$digest" ]] && return
   echo "Installing tests/nixl/nixl.txt"
-  rm -rf "$folder"
-  "$VENV/bin/pip" install --quiet --no-deps --target "$folder" -r "$ROOT/tests/nixl/nixl.txt"
-  echo "$digest" >"$folder/.installed"
-}
+  rm -rf "$folder" &&
+    "$VENV/bin/pip" install --quiet --no-deps --target "$folder" -r "$ROOT/tests/nixl/nixl.txt" &&
+    echo "$digest" >"$folder/.installed"
+)
 
 # promtool checks boards and alert rules in tests/deploy, which skip without it.
 install_promtool() {

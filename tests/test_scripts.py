@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,24 +29,31 @@ class Machine:
         shutil.copytree(ROOT / "scripts", self.root / "scripts", ignore=only_scripts)
         shutil.copytree(ROOT / ".ci", self.root / ".ci")
         shutil.copy(ROOT / "pyproject.toml", self.root)
-        tools = "bash basename dirname cat cksum tr grep uname env mkdir chmod cp mktemp rm"
+        tools = "bash basename dirname cat cksum tr grep uname env mkdir chmod cp mktemp rm sed"
         for tool in tools.split():
             found = shutil.which(tool)
             assert found is not None, tool
             (self.bin / tool).symlink_to(found)
+        self.add("interpreter", f'[[ $1 == -c ]] && exit 0; exec {self.bin}/bash "$@"')
         self.calls_path = directory / "calls"
 
-    def add(self, name: str, text: str, folder: Path | None = None) -> None:
+    def add(
+        self, name: str, text: str, folder: Path | None = None, interpreter: str = "bash"
+    ) -> None:
+        """`interpreter` is that of pip in an environment: it has the packages that it is asked
+        to import.
+        """
         path = (self.bin if folder is None else folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!{self.bin}/bash\n{text}\n")
+        path.write_text(f"#!{self.bin}/{interpreter}\n{text}\n")
         path.chmod(0o755)
 
     def add_venv(self, *, pip: str = "") -> None:
         """An environment whose programs record their arguments; `pip` is code that pip runs."""
-        for name in ("pip", "hearth", "pytest", "python", "ruff", "mypy"):
-            record = f'echo "{name} $*" >> {self.calls_path}\n'
-            self.add(name, record + (pip if name == "pip" else ""), self.root / ".venv" / "bin")
+        folder = self.root / ".venv" / "bin"
+        for name in ("hearth", "pytest", "python", "ruff", "mypy"):
+            self.add(name, f'echo "{name} $*" >> {self.calls_path}', folder)
+        self.add("pip", f'echo "pip $*" >> {self.calls_path}\n{pip}', folder, "interpreter")
 
     def add_clients(self, name: str, *, pip: str = "") -> Path:
         """Requirements of clients, and their environment; its pip records calls and runs `pip`."""
@@ -54,7 +62,8 @@ class Machine:
         (requirements.parents[1] / "pytest.txt").touch()
         requirements.write_text("client==1")
         record = f'echo "{name}/bin/pip $*" >> {self.calls_path}\n'
-        self.add("pip", record + pip, self.root / ".venv-clients" / name / "bin")
+        folder = self.root / ".venv-clients" / name / "bin"
+        self.add("pip", record + pip, folder, "interpreter")
         return requirements
 
     @property
@@ -68,16 +77,20 @@ class Machine:
         self.add("python3.12", "exit 0")
         for name in ("pip", "python"):
             record = f'echo "reference {name} $*" >> {self.calls_path}'
-            self.add(name, record, self.root / ".venv-gpu" / "bin")
+            self.add(name, record, self.root / ".venv-gpu" / "bin", "interpreter")
 
     def run(
         self, script: str, *arguments: str, is_first: bool = True, **environ: str
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a script; one that is not the first adds to the recorded calls."""
+        """Runs a script, in a session of its own and with a path that is relative, as a user does;
+        one that is not the first adds to the recorded calls.
+        """
         if is_first:
             self.calls_path.write_text("")
         return subprocess.run(
-            [self.root / script, *arguments],
+            ["env", "--default-signal=INT", script, *arguments],
+            cwd=self.root,
+            start_new_session=True,
             env={"PATH": str(self.bin), "HOME": os.environ.get("HOME", "/"), **environ},
             capture_output=True,
             text=True,
@@ -115,15 +128,47 @@ def test_newer_python_is_preferred(machine: Machine) -> None:
     assert machine.calls[-1] == f"made -m venv {machine.root}/.venv"
 
 
-def test_environment_without_its_python_is_made_again(machine: Machine) -> None:
+def test_python_that_is_named_is_the_only_one(machine: Machine) -> None:
+    machine.add("python3", "exit 0")
+    result = machine.run("scripts/up", HEARTH_PYTHON="/opt/python")
+    assert result.returncode == 2
+    assert result.stderr == "up: HEARTH_PYTHON=/opt/python is no Python 3.11 or newer\n"
+
+
+def test_other_folders_that_a_user_changes_to_are_not_this_one(
+    machine: Machine, tmp_path: Path
+) -> None:
     machine.add_venv()
+    (tmp_path / "other" / "scripts").mkdir(parents=True)
+    machine.run("scripts/up", CDPATH=str(tmp_path / "other"))
+    assert machine.calls[-1] == "hearth up"
+
+
+MOVED = "#!{root}/moved/.venv/bin/python3\n# -*- coding: utf-8 -*-\n"
+MOVED_FROM_A_SPACE = "#!/bin/sh\n'''exec' \"{root}/my folder/bin/python3\" \"$0\" \"$@\"\n' '''\n"
+OTHER_VERSION = "#!{root}/newer\n# -*- coding: utf-8 -*-\n"  # has not the folder's packages
+IN_A_SPACE = "#!/bin/sh\n'''exec' \"{root}/my clone/python3\" \"$0\" \"$@\"\n' '''\n"
+
+
+@pytest.mark.parametrize("pip", [MOVED, MOVED_FROM_A_SPACE, OTHER_VERSION])
+def test_environment_without_its_python_is_made_again(machine: Machine, pip: str) -> None:
+    machine.add_venv()
+    machine.add("newer", "exit 1", machine.root)
     machine.add("python3", f'[[ $1 == -c ]] && exit 0; echo "made $*" >> {machine.calls_path}')
-    machine.run("scripts/up")
-    assert not any(each.startswith("made") for each in machine.calls)
-    pip = machine.root / ".venv" / "bin" / "pip"
-    pip.write_text(f"#!{machine.root}/moved/.venv/bin/python3\n")
+    (machine.root / ".venv" / "bin" / "pip").write_text(pip.format(root=machine.root))
     machine.run("scripts/up")
     assert machine.calls[:2] == ["made --version", f"made -m venv --clear {machine.root}/.venv"]
+
+
+@pytest.mark.parametrize("pip", [None, IN_A_SPACE])
+def test_environment_with_its_python_is_kept(machine: Machine, pip: str | None) -> None:
+    machine.add_venv()
+    machine.add("python3", "exit 0", machine.root / "my clone")
+    machine.add("python3", f'echo "made $*" >> {machine.calls_path}')
+    if pip is not None:
+        (machine.root / ".venv" / "bin" / "pip").write_text(pip.format(root=machine.root))
+    machine.run("scripts/up")
+    assert not any(each.startswith("made") for each in machine.calls)
 
 
 def test_missing_venv_module_names_its_package(machine: Machine) -> None:
@@ -213,6 +258,18 @@ def test_two_starts_install_once(machine: Machine, tmp_path: Path) -> None:
         may_end.touch()
         assert [each.result().returncode for each in (first, second)] == [0, 0]
     assert sum("[servers]" in each for each in machine.calls) == 1
+    waiting = f"Waiting for another script, which installs into {machine.root}/.venv"
+    assert second.result().stdout.splitlines() == [waiting]
+
+
+def test_lock_that_cannot_be_written_is_left_out(machine: Machine) -> None:
+    """As of a start by root, after which a user starts what is installed."""
+    (machine.bin / "flock").symlink_to(shutil.which("flock") or "flock")
+    machine.add_venv()
+    (machine.root / ".venv.lock").mkdir()
+    result = machine.run("scripts/up")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert machine.calls[-1] == "hearth up"
 
 
 WARM = "hearth warm"
@@ -309,6 +366,42 @@ def test_long_run_calls(machine: Machine) -> None:
         "python -m pytest tests/nixl",
     ]
     assert any(f"--target {oldest} triton==3.6.0" in call for call in machine.calls)
+
+
+@pytest.mark.parametrize("share", ["compiled", "nixl"])
+def test_packages_of_a_share_that_cannot_be_installed_fail_it(machine: Machine, share: str) -> None:
+    machine.add_venv(pip='[[ "$*" != *--target* ]]')
+    (machine.root / "tests" / "nixl").mkdir(parents=True)
+    (machine.root / "tests" / "nixl" / "nixl.txt").write_text("nixl==1")
+    for _ in range(2):  # it is tried again
+        result = machine.run("scripts/test", "--long", share)
+        assert (result.returncode, result.stdout.splitlines()[-1]) == (1, f"{share} failed")
+        assert any("--target" in call for call in machine.calls)
+
+
+INTERRUPT = "trap 'exit 2' INT\nkill -INT 0"  # as pytest, which ends by itself
+
+
+def test_interrupted_run_ends(machine: Machine, tmp_path: Path) -> None:
+    machine.add_venv()
+    folder = machine.root / ".venv" / "bin"
+    machine.add("pytest", f'echo "pytest $*" >> {machine.calls_path}\n{INTERRUPT}', folder)
+    result = machine.run("scripts/test", "--long", "repeated", "schedules")
+    assert result.returncode == -signal.SIGINT
+    assert calls_of(machine) == [f"{PYTEST} -m long"]
+    result = machine.run(".ci/run", TMPDIR=str(tmp_path / "hearth"))
+    assert result.returncode == -signal.SIGINT
+    assert CLIENTS not in machine.calls
+    assert list(tmp_path.glob("hearth/tmp.*")) == []
+
+
+def test_scripts_that_take_no_part_of_a_word_say_how_they_are_used(machine: Machine) -> None:
+    for script in ("test", "release"):
+        result = machine.run(f"scripts/{script}", "--help")
+        assert (result.returncode, machine.calls) == (0, [])
+        assert result.stdout.startswith(f"scripts/{script} ")
+    result = machine.run("scripts/screenshots", "--help")
+    assert (result.returncode, machine.calls) == (2, [])
 
 
 def test_pack_needs_python_312(machine: Machine, tmp_path: Path) -> None:
