@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_results.table import gpu_summary, gpu_tables
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS_DIR = ROOT / "benchmarks" / "results"
 SERVE_COLUMNS = {
     "load": "load",
     "requests/s": "requests_per_s",
@@ -196,7 +197,8 @@ BARS = {
 }
 BAR_COLUMNS = {"what": "name", "measured": "value", "bar": "bar", "unit": "unit", "holds": "holds"}
 BEGIN = "<!-- table: {} -->\n"
-DIRTY = "-dirty"  # suffix of the commit if tracked files had changed
+DIRTY = "-dirty"  # suffix of the commit if the tree had changes
+UNKNOWN = "unknown"  # commit of a tree without git
 END = "<!-- end of table -->"
 SUMMARY = "summary (benchmarks/readme_table.py)"
 RESULTS = "results (benchmarks/readme_table.py)"
@@ -204,7 +206,7 @@ GPU = "on GPUs (benchmarks/gpu_results/table.py)"
 
 
 def path_of(name: str) -> Path:
-    return ROOT / "benchmarks" / "results" / f"{name}.json"
+    return RESULTS_DIR / f"{name}.json"
 
 
 def result(name: str) -> dict[str, Any]:
@@ -221,19 +223,35 @@ def summary() -> str:
 
 
 def tables() -> str:
-    """Returns Markdown: one block of rows per result file, each with its command and commit."""
+    """Returns Markdown: one block of rows per result file, each with its command and commit, and
+    the missed bars of all others.
+    """
     parts = [block(result(name), *of) for name, of in TABLES.items()]
     for name, title in BARS.items():
         found = result(name)
         parts.append(block(found | {"rows": found["bars"]}, title, BAR_COLUMNS))
     chaos = result("chaos")
     parts.append(block(chaos | {"rows": worst_of(chaos["rows"])}, *CHAOS))
+    names = (path.stem for path in sorted(RESULTS_DIR.glob("*.json")))
+    parts.append(missed({name: result(name) for name in names if name not in BARS}))
     return "\n".join(parts)
+
+
+def missed(results: Mapping[str, dict[str, Any]]) -> str:
+    """Returns the bars that do not hold, of results by name."""
+    lines = ["**Missed bars of results that have no table of bars here**", ""]
+    lines += ["| result | what | measured | bar | unit | commit |", "| --- " * 6 + "|"]
+    for name, found in results.items():
+        for bar in found["bars"]:
+            if not bar["holds"]:
+                cells = (name, *(_shown(bar[key]) for key in ("name", "value", "bar", "unit")))
+                lines.append(f"| {' | '.join(cells)} | `{found['commit']}` |")
+    return "\n".join(lines) + "\n"
 
 
 def block(found: dict[str, Any], title: str, columns: dict[str, str]) -> str:
     """Raises ValueError for a result that no commit reproduces, and for one without rows."""
-    if found["commit"].endswith(DIRTY):
+    if found["commit"].endswith((DIRTY, UNKNOWN)):
         raise ValueError(f"the table {title!r} of {found['command']!r} is of an uncommitted tree")
     if not found["rows"]:
         raise ValueError(f"the table {title!r} of {found['command']!r} would have no rows")

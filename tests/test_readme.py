@@ -147,10 +147,19 @@ def test_result_without_rows_raises():
         readme_table.block(found, "title", {"what": "name"})
 
 
-def test_result_of_an_uncommitted_tree_raises():
-    found = {"commit": "c-dirty", "command": "run", "machine": MACHINE, "rows": [{"name": "x"}]}
+@pytest.mark.parametrize("commit", ["c-dirty", "unknown"])
+def test_result_of_an_uncommitted_tree_raises(commit):
+    found = {"commit": commit, "command": "run", "machine": MACHINE, "rows": [{"name": "x"}]}
     with pytest.raises(ValueError, match="uncommitted tree"):
         readme_table.block(found, "title", {"what": "name"})
+
+
+def test_missed_bars_without_a_table_are_shown():
+    bars = [
+        {"name": name, "value": 2, "bar": 1, "unit": "s", "holds": name == "a"} for name in "ab"
+    ]
+    shown = readme_table.missed({"chaos": {"commit": "c", "bars": bars}})
+    assert shown.splitlines()[4:] == ["| chaos | b | 2 | 1 | s | `c` |"]
 
 
 def test_bar_in_a_table_cell_is_escaped():
