@@ -1,8 +1,8 @@
 """All GPU benchmarks of kernels: `python -m benchmarks.gpu kernels [op ...]`.
 
 `benchmarks/kernels/table.py` has the measurements and the targets of each. A failing op is reported
-and the others continue. Written to `benchmarks/results/kernels-<device>.json`. `scripts/gpu_kit`
-runs these and everything else that needs a GPU.
+and the others continue. If all have run, the result is `benchmarks/results/kernels-<device>.json`.
+`scripts/gpu_kit` runs these and everything else that needs a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def kernels(chosen: list[str]) -> int:
         rows += more_rows
         bars += more_bars
     device = torch.cuda.get_device_name().replace(" ", "-").lower()
-    write_result(f"kernels-{device}", rows, bars, ["-m", "benchmarks.gpu", *sys.argv[1:]])
+    command = ["-m", "benchmarks.gpu", *sys.argv[1:]]
+    is_full = not failed and set(chosen) == set(OPS)
+    write_result(f"kernels-{device}", rows, bars, command, is_full=is_full)
     if failed:
         print(f"benchmarks.gpu: failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))

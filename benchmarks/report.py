@@ -8,6 +8,7 @@ import platform
 import shlex
 import statistics
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+STARTED_AT = time.time()
 PACKAGES = (
     "torch",
     "numpy",
@@ -63,11 +65,18 @@ def ratio_columns(ratios: Iterable[float], digits: int = 3) -> Row:
 
 
 def write_result(
-    name: str, rows: Sequence[Row], bars: Sequence[Bar], argv: Sequence[str]
+    name: str,
+    rows: Sequence[Row],
+    bars: Sequence[Bar],
+    argv: Sequence[str],
+    *,
+    is_full: bool = True,
 ) -> dict[str, Any]:
     """Writes the file, prints the tables and one JSON line, and returns the result.
 
-    `argv` is the command after `python`, to reproduce the run.
+    `argv` is the command after `python`, to reproduce the run. A result that is not full, of
+    options that leave out rows or make them smaller than their bars ask, is printed only: the
+    committed one stays.
     """
     result = {
         "name": name,
@@ -79,27 +88,35 @@ def write_result(
         "rows": list(rows),
         "bars": [msgspec.to_builtins(bar) for bar in bars],
     }
-    RESULTS.mkdir(exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(result), indent=1)
-    (RESULTS / f"{name}.json").write_bytes(encoded + b"\n")
+    if is_full:
+        RESULTS.mkdir(exist_ok=True)
+        encoded = msgspec.json.format(msgspec.json.encode(result), indent=1)
+        (RESULTS / f"{name}.json").write_bytes(encoded + b"\n")
     print_tables(name, rows, bars)
     print(msgspec.json.encode(result).decode())
     return result
 
 
-def commit() -> str:
-    """Returns the commit that ran, marked if tracked files other than results and
-    READMEs had changed.
+def commit(root: Path = ROOT) -> str:
+    """Returns the commit that ran; marked if tracked files other than results and READMEs had
+    changed, if there were modules that are not tracked, or if it is younger than this process.
     """
-    described = _git("rev-parse", "--short=12", "HEAD")
+    described = _git(root, "rev-parse", "--short=12", "HEAD")
     if described is None:
         return "unknown"
     unrelated = (":!benchmarks/results", ":!README.md", ":!benchmarks/README.md")
-    return (
-        f"{described}-dirty"
-        if _git("diff", "--name-only", "HEAD", "--", ".", *unrelated)
-        else described
+    is_dirty = (
+        _git(root, "diff", "--name-only", "HEAD", "--", ".", *unrelated)
+        or _git(root, "ls-files", "--others", "--exclude-standard", "--", "*.py")
+        or _head_moved_at(root) > STARTED_AT
     )
+    return f"{described}-dirty" if is_dirty else described
+
+
+def _head_moved_at(root: Path) -> float:
+    """Returns the Unix time since which HEAD is this commit; 0 if git has no record of it."""
+    selector = _git(root, "log", "-g", "-1", "--format=%gd", "--date=unix") or ""
+    return float(selector.partition("{")[2].rstrip("}") or 0)
 
 
 def machine() -> dict[str, Any]:
@@ -152,10 +169,10 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def _git(*arguments: str) -> str | None:
+def _git(root: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=10
+            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=10
         )
     except (OSError, subprocess.SubprocessError):
         return None

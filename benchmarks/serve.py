@@ -106,6 +106,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def shown(argv: Sequence[str], arguments: argparse.Namespace) -> list[str]:
+    """Returns the words of the command without the key: results are committed."""
+    key = arguments.api_key
+    return [word.replace(key, "KEY") for word in argv] if key else list(argv)
+
+
 def main(argv: Sequence[str]) -> int:
     arguments = parse(argv)
     try:
@@ -115,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     num_errors = sum(row["num_errors"] for row in rows)
     bars = [at_most("requests without an answer", num_errors, 0, "requests")]
-    write_result(arguments.name, rows, bars, ["-m", "benchmarks.serve", *argv])
+    write_result(arguments.name, rows, bars, ["-m", "benchmarks.serve", *shown(argv, arguments)])
     return 0 if num_errors == 0 else 1
 
 

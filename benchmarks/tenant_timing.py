@@ -49,6 +49,7 @@ from shared.tenancy.tenant_admin import new_api_key, save_api_key
 PATH = "/v1/completions"
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 CONTROL_FROM = 512
+NUM_PROBES = 2000  # of a class and length
 MAX_ADVANTAGE = 0.05
 MIN_CONTROL_AUC = 0.95
 KV_CACHE_BYTES = 1 << 30  # both tenants' prompts of a round, with room to spare
@@ -239,7 +240,7 @@ def row_of(is_control: bool, num_tokens: int, seen: Seen, told: Auc) -> Row:
     }
 
 
-def results_of(audit: Audit, *, num_probes: int) -> tuple[list[Row], list[Bar]]:
+def results_of(audit: Audit) -> tuple[list[Row], list[Bar]]:
     rows: list[Row] = []
     bars: list[Bar] = []
     for (is_control, num_tokens), seen in sorted(audit.seen.items()):
@@ -252,7 +253,7 @@ def results_of(audit: Audit, *, num_probes: int) -> tuple[list[Row], list[Bar]]:
             name = f"upper 95 % bound of |AUC - 0.5| at {num_tokens} tokens"
             bars.append(at_most(name, told.largest_advantage, MAX_ADVANTAGE, "AUC"))
             fewest = min(len(seen.cached_s), len(seen.new_s))
-            bars.append(at_least(f"probes at {num_tokens} tokens", fewest, num_probes, "a class"))
+            bars.append(at_least(f"probes at {num_tokens} tokens", fewest, NUM_PROBES, "a class"))
     most = max(row["cached_tokens_max"] for row in rows if row["asker"] == "attacker")
     bars.append(at_most("tokens that the attacker had from a cache", most, 0, "tokens"))
     return rows, bars
@@ -265,7 +266,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--probes", type=int, default=2000, help="the attacker's probes per class and length")
+    add("--probes", type=int, default=NUM_PROBES, help="the attacker's probes per class and length")
     add("--control-probes", type=int, default=300, help="the victim's probes, likewise")
     add("--probes-per-round", type=int, default=10)
     add("--prefill", type=int, default=1)
@@ -283,7 +284,7 @@ def main(argv: Sequence[str]) -> int:
     except HearthError as error:
         print(f"tenant_timing: {error.message}", file=sys.stderr)
         return 2
-    rows, bars = results_of(audit, num_probes=arguments.probes)
+    rows, bars = results_of(audit)
     write_result(arguments.name, rows, bars, ["-m", "benchmarks.tenant_timing", *argv])
     return 0 if all(bar.holds for bar in bars) else 1
 

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from benchmarks.report import Bar, Row, print_tables, write_result
+from benchmarks.report import Bar, Row, write_result
 
 MODULES = {
     "devices": ("S1", "S2", "U1"),
@@ -68,10 +68,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rows", nargs="+", choices=ALL_ROWS, default=ALL_ROWS, metavar="ROW")
     given = parser.parse_args(argv)
     rows, bars = asyncio.run(measure(given.rows))
-    if given.rows == ALL_ROWS:
-        write_result("adversity", rows, bars, ["-m", "benchmarks.adversity", *argv])
-    else:  # the result of all rows stays
-        print_tables("adversity", rows, bars)
+    command = ["-m", "benchmarks.adversity", *argv]
+    write_result("adversity", rows, bars, command, is_full=set(given.rows) == set(ALL_ROWS))
 
 
 if __name__ == "__main__":

@@ -122,6 +122,8 @@ async def forgeries() -> list[Bar]:
             async with live_workers(server, Path(name)) as workers:
                 num_hashes = await accepted_hashes(workers)
                 num_targets = await accepted_targets(workers)
+                is_right = await accepted_prefill(workers, decode_worker_id="decode-1")
+                assert is_right, "the right command is not accepted"
         finally:
             server.stop()
         num_regions = await accepted_regions(Path(name))

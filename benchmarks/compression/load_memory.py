@@ -215,7 +215,7 @@ def main(argv: list[str]) -> None:
         name = f"{row['case']}: load peak / (1.1 file + 200 MB)"
         bars.append(at_most(name, peak, 1.0, ""))
     command = ["-m", "benchmarks.compression.load_memory", *argv]
-    write_result("load_memory", rows, bars, command)
+    write_result("load_memory", rows, bars, command, is_full=options.case is None)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ def commit_of(root: Path) -> str:
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
+        changed += git("ls-files", "--others", "--exclude-standard", "--", "*.py")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -322,8 +323,7 @@ def main() -> None:
         at_most("ITL p99 beside images, of that alone", ratios[2], ITL_BAR, "x"),
         at_least("text with an encoder loaded, of that without", ratios[3], TEXT_BAR, "x"),
     ]
-    command = ["-m", "benchmarks.models.images", "--dtype", options.dtype]
-    write_result("images", rows, bars, command)
+    write_result("images", rows, bars, ["-m", "benchmarks.models.images", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from benchmarks.report import RESULTS, Bar, Row, at_least, at_most, print_tables, write_result
+from benchmarks.report import RESULTS, Bar, Row, at_least, at_most, write_result
 from benchmarks.residency.simulation import FixedPolicy, FleetShape, Outcome, Simulation
 from benchmarks.residency.sites import Speed
 from benchmarks.residency.trace import Trace, bursty_day, steady
@@ -185,10 +185,8 @@ def main(argv: Sequence[str]) -> int:
     if given.only != "8":
         more_rows, more_bars = simulated_day(given.hours, measured_times("0.6b"))
         rows, bars = rows + more_rows, bars + more_bars
-    if given.only is None and given.hours == 24.0:
-        write_result("residency", rows, bars, ["-m", "benchmarks.residency", *argv])
-    else:
-        print_tables("residency", rows, bars)
+    is_full = given.only is None and given.hours == 24.0
+    write_result("residency", rows, bars, ["-m", "benchmarks.residency", *argv], is_full=is_full)
     return 0 if all(bar.holds for bar in bars) else 1
 
 

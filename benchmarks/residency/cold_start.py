@@ -200,7 +200,9 @@ def main(argv: Sequence[str]) -> None:
             rows += uvloop.run(measure(name, model_dir, options.rounds))
             rows.append(transformers_row(name, model_dir))
             bars += bars_of(name, rows)
-    write_result("cold_start", rows, bars, ["-m", "benchmarks.residency.cold_start", *argv])
+    command = ["-m", "benchmarks.residency.cold_start", *argv]
+    is_full = set(options.sizes) == set(SHAPES)
+    write_result("cold_start", rows, bars, command, is_full=is_full)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class CountingConnection(KeepAlive):
         """Returns when the response has ended. Raises ConnectionError."""
         assert self._transport is not None
         self._first_text_at, self._num_events = 0.0, 0
-        self._beginning, self._tail = bytearray(), b""
+        self._beginning, self._tail, self._unparsed = bytearray(), b"", b""
         self._ended = asyncio.get_running_loop().create_future()
         started = time.perf_counter()
         self._transport.write(message)
@@ -59,7 +59,8 @@ class CountingConnection(KeepAlive):
             if TEXT.search(self._beginning):
                 self._first_text_at = time.perf_counter()
         if self._parses:
-            for event in _EVENT.findall(data):
+            events, end, self._unparsed = (self._unparsed + data).rpartition(b"\n\n")
+            for event in _EVENT.findall(events + end):
                 json.loads(event)
         self._num_events += data.count(b"\n\n")
         if self._tail.endswith(b"\n") and data.startswith(b"\n"):

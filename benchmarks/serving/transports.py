@@ -138,7 +138,9 @@ def main(argv: Sequence[str]) -> int:
     add("--seed", type=int, default=1)
     options = parser.parse_args(argv)
     rows = uvloop.run(run(options))
-    write_result("transports", rows, bars_of(rows), ["-m", "benchmarks.serving.transports", *argv])
+    command = ["-m", "benchmarks.serving.transports", *argv]
+    is_full = set(options.transport) == set(NAMES)
+    write_result("transports", rows, bars_of(rows), command, is_full=is_full)
     return 1 if any(row["num_errors"] for row in rows) else 0
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import structlog
 
-from benchmarks.report import Bar, Row, print_tables, write_result
+from benchmarks.report import Bar, Row, write_result
 from benchmarks.sites import live, pair, placement, prefill, traffic
 
 # Shortened by a scale of at most 1; returns rows and bars.
@@ -37,10 +37,10 @@ def main() -> None:
     structlog.configure(wrapper_class=warnings_only)
     for name in options.only:
         rows, bars = PARTS[name](options.scale)
-        if options.scale < 1:
-            print_tables(name, rows, bars)
-        else:
-            write_result(f"sites_{name}", rows, bars, ["-m", "benchmarks.sites", "--only", name])
+        command = ["-m", "benchmarks.sites", "--only", name]
+        if options.scale != 1:
+            command += ["--scale", f"{options.scale:g}"]
+        write_result(f"sites_{name}", rows, bars, command, is_full=options.scale >= 1)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,11 @@ async def test_parsing_client_rejects_invalid_json() -> None:
     connection.connection_made(Transport())
     counting = asyncio.create_task(connection.request(b"GET"))
     await asyncio.sleep(0)
+    invalid = RESPONSE.replace(b'"a"', b"[a]")
+    seam = invalid.index(b"[a]")  # an event may arrive in parts
+    connection.data_received(invalid[:seam])
     with pytest.raises(ValueError, match="Expecting"):
-        connection.data_received(RESPONSE.replace(b'"a"', b"[a]"))
+        connection.data_received(invalid[seam:])
     connection.data_received(RESPONSE)
     await counting
 
