@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tests.simulation.residency.plan import PLANTED, Limits, TenantPlan
+from tests.simulation.residency.plan import CLASSES, PLANTED, Limits, TenantPlan
 from tests.support.canaries.search import Sighting
 
 # From a change until nothing of the tenant lies elsewhere: gateways read the record again after
@@ -71,8 +71,13 @@ class Borders:
         return ", ".join(sorted(place.regions - allowed)) or "no region"
 
     def may_name(self, tenant_id: str, region_class: str, at_s: float) -> bool:
-        """Whether a message of the class may have data of the tenant."""
-        return any(each.class_on_bus == region_class for each in self._limits(tenant_id, at_s))
+        """Whether a message of the class may have data of the tenant: it is the tenant's own, or
+        all who can read it are in regions of the tenant.
+        """
+        if any(each.class_on_bus == region_class for each in self._limits(tenant_id, at_s)):
+            return True
+        readers, allowed = CLASSES.allowed(region_class, None), self._allowed(tenant_id, at_s)
+        return readers is not None and (allowed is None or readers <= set(allowed))
 
     def _is_retained(self, tenant_id: str, place: Place) -> bool:
         """Whether a place outlives the requests of a tenant that has zero retention."""

@@ -92,18 +92,31 @@ def test_a_change_of_regions_takes_effect_soon(
     assert borders.leaks.total() == (expected is not None)
 
 
-def test_a_digest_names_prompts_of_its_own_class_alone() -> None:
+@pytest.mark.parametrize(
+    ("later", "names"),
+    [
+        (Limits(), {"", "eu", "treaty", "asia", "only-fr"}),
+        (Limits("only-fr"), {"only-fr"}),
+        (Limits("eu", ("fr",)), {"eu", "only-fr"}),
+    ],
+    ids=["anywhere", "one region", "a part of its class"],
+)
+def test_a_digest_is_read_where_its_prompts_may_be(later: Limits, names: set[str]) -> None:
+    """And by all of a tenant's own class."""
     tenant = replace(next(iter(all_tenants().values())), limits=Limits("", ("fr", "de")))
     borders = Borders()
     borders.begin([tenant])
-    borders.change(tenant.tenant_id, Limits(), 10.0)
-    found = {
-        (name, at_s)
-        for name in ("", "eu", "treaty")
+    borders.change(tenant.tenant_id, later, 10.0)
+    named = {
+        at_s: {
+            each
+            for each in ("", "eu", "treaty", "asia", "only-fr")
+            if borders.may_name(tenant.tenant_id, each, at_s)
+        }
         for at_s in (9.0, 11.0, 10.1 + WITHDRAWN_S)
-        if borders.may_name(tenant.tenant_id, name, at_s)
     }
-    assert found == {("eu", 9.0), ("eu", 11.0), ("", 11.0), ("", 10.1 + WITHDRAWN_S)}
+    before = {"eu", "only-fr"}
+    assert named == {9.0: before, 11.0: before | names, 10.1 + WITHDRAWN_S: names}
 
 
 def test_zero_retention_leaves_nothing_at_home_either() -> None:
