@@ -7,11 +7,19 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.chaos import __main__ as chaos
+from tests.clients import try_claude_code, try_codex
+from tests.clients.__main__ import NO_TESTS, exit_status
+from tests.clients.agent_program import program_of
+from tests.fuzz import run as fuzz
+from tests.skew import __main__ as skew
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -404,6 +412,47 @@ def test_scripts_that_take_no_part_of_a_word_say_how_they_are_used(machine: Mach
     assert (result.returncode, machine.calls) == (2, [])
 
 
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (fuzz.main, ["htpp"]),
+        (chaos.main, ["--fault", "device", "--victim", "gateway-1"]),
+        (chaos.main, ["--site-fault", "link cut"]),
+        (chaos.main, ["--ranks", "--fault", "device"]),
+        (lambda: try_codex.main(sys.argv[1:]), ["no-such-codex"]),
+        (lambda: try_claude_code.main(sys.argv[1:]), ["--helps"]),
+    ],
+)
+def test_words_that_select_nothing_are_refused(
+    main: Callable[[], object], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", *words])
+    with pytest.raises(SystemExit) as refused:
+        main()
+    assert refused.value.code == 2
+
+
+def test_program_is_found_from_the_folder_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "agent").write_text("")
+    (tmp_path / "agent").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert program_of("./agent") == str(tmp_path / "agent")
+
+
+def test_selection_that_leaves_out_all_clients_fails() -> None:
+    statuses = [0, NO_TESTS]
+    assert exit_status(statuses, is_selected=True) == 0
+    assert exit_status(statuses, is_selected=False) == 1
+    assert exit_status([NO_TESTS, NO_TESTS], is_selected=True) == 1
+
+
+def test_release_that_the_clone_lacks_fails_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["skew", "no-such-commit"])
+    assert skew.main() == 2
+
+
 def test_pack_needs_python_312(machine: Machine, tmp_path: Path) -> None:
     machine.add("python3.12", "exit 1")
     result = machine.run("scripts/gpu_pack", "DIR", HOME=str(tmp_path))
@@ -418,7 +467,7 @@ def test_pack_runs_with_the_software_of_the_reference_image(machine: Machine) ->
     machine.add_reference()
     for _ in range(2):
         assert machine.run("scripts/gpu_pack", "DIR").returncode == 0
-        assert machine.calls[-1] == "reference python -m benchmarks.gpu_pack DIR"
+        assert machine.calls[-1] == "reference python -P -m benchmarks.gpu_pack DIR"
     assert len(machine.calls) == 1
     machine.reference_list.write_text("torch==2.12.0")
     machine.run("scripts/gpu_pack", "DIR")
@@ -431,7 +480,7 @@ def test_pack_runs_with_the_software_of_the_reference_image(machine: Machine) ->
 def test_pack_uses_the_environment_that_is_named(machine: Machine, tmp_path: Path) -> None:
     machine.add("python", f'echo "$*" >> {machine.calls_path}', tmp_path / "mine" / "bin")
     result = machine.run("scripts/gpu_pack", "DIR", HEARTH_REFERENCE=str(tmp_path / "mine"))
-    assert (result.returncode, machine.calls) == (0, ["-m benchmarks.gpu_pack DIR"])
+    assert (result.returncode, machine.calls) == (0, ["-P -m benchmarks.gpu_pack DIR"])
 
 
 @pytest.mark.parametrize("call", ["pytest -n", "ruff check", "ruff format", "mypy "])

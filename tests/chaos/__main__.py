@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import sys
 import tempfile
@@ -97,6 +98,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--save", action="store_true", help="the result of a part or a soak, too")
     parser.add_argument("--keep-logs", action="store_true")
     options = parser.parse_args()
+    if options.site_fault and not options.sites:
+        parser.error("--site-fault is one of --sites")
     is_part = options.victim or options.fault or options.phase or options.frames
     is_short = options.nats or options.constrained or options.ranks or options.hosts
     is_short = is_short or options.sites or options.images
@@ -109,6 +112,9 @@ def _options() -> argparse.Namespace:
         options.phase = options.phase or list(IMAGE_PHASES)
     if options.constrained and options.victim is None:
         options.victim = ["decode-1"]
+    victims, faults = options.victim or VICTIMS, options.fault or FAULTS
+    if not any(can_befall(*each) for each in itertools.product(faults, victims)):
+        parser.error(f"{' or '.join(faults)} cannot befall {' or '.join(victims)}")
     return options
 
 

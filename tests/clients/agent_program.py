@@ -6,9 +6,11 @@ several tools always the same one.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,14 @@ from tests.wide.checkpoint import write_wide_checkpoint
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 TIMEOUT_S = 240
 LEAST_CACHED = 0.95  # of the prompt of a second request
+
+
+def program_of(name: str) -> str:
+    """Returns the path of a program, as an option's type: it runs in another folder."""
+    found = shutil.which(name)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"no program {name}: npm has it")
+    return str(Path(found).absolute())
 
 
 @dataclass(frozen=True)

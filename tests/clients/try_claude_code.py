@@ -7,12 +7,13 @@ calls the tool that it is offered. CLAUDE: the program (default: `claude`), such
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.clients.agent_program import LEAST_CACHED, Place, run_place, write_transcript
+from tests.clients.agent_program import LEAST_CACHED, Place, program_of, run_place, write_transcript
 from tests.support.account import AGENT_MODEL
 
 MODEL_VARIABLES = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
@@ -22,8 +23,11 @@ OPTIONS = ("--output-format", "stream-json", "--verbose", "--tools", "Bash", "--
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 if it called the tool, and found the second prompt in the cache."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("program", metavar="CLAUDE", nargs="?", default="claude", type=program_of)
+    options = parser.parse_args(arguments)
     with run_place() as place:
-        messages = list(transcript(run_claude(arguments[0] if arguments else "claude", place)))
+        messages = list(transcript(run_claude(options.program, place)))
     return write_transcript("claude_code", messages, list(problems_of(messages)))
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.clients.agent_program import LEAST_CACHED, Place, run_place, write_transcript
+from tests.clients.agent_program import LEAST_CACHED, Place, program_of, run_place, write_transcript
 from tests.support.account import AGENT_MODEL, HARMONY_MODEL
 from tests.wide.checkpoint import write_wide_checkpoint
 from tests.wide.harmony import THOUGHT, write_harmony_checkpoint
@@ -52,7 +52,7 @@ goals = false
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 if it called the tool in both turns, and found later prompts in the cache."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("program", metavar="CODEX", nargs="?", default="codex")
+    parser.add_argument("program", metavar="CODEX", nargs="?", default="codex", type=program_of)
     parser.add_argument("--gpt-oss", action="store_true", help="a model that thinks, in Harmony")
     options = parser.parse_args(arguments)
     write, model = write_wide_checkpoint, AGENT_MODEL

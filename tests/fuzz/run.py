@@ -25,6 +25,7 @@ ROUND = 200  # examples between two checks of the clock
 MAX_BYTES = 8192  # for one example's choices
 MAX_RSS_MB = 4096
 NUM_SEEDS = 100
+NAMES = sorted(path.stem[5:] for path in Path(__file__).parent.glob("test_*.py"))
 
 
 def tests_of(module: Any) -> Iterator[tuple[str, bool]]:
@@ -36,11 +37,9 @@ def tests_of(module: Any) -> Iterator[tuple[str, bool]]:
 
 def run_all(names: list[str], seconds: int) -> int:
     """Returns how many tests failed."""
-    paths = sorted(Path(__file__).parent.glob("test_*.py"))
-    stems = [path.stem for path in paths if not names or path.stem[5:] in names]
     tests = [
         (stem, test, is_timed)
-        for stem in stems
+        for stem in (f"test_{name}" for name in names)
         for test, is_timed in tests_of(importlib.import_module(f"{PACKAGE}.{stem}"))
     ]
     num_failed = 0
@@ -97,15 +96,17 @@ def run_with_hypothesis(test: Any, seconds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="of tests/fuzz/test_<name>.py; default: all")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(NAMES)} (default: all)")
     parser.add_argument("--seconds", type=int, default=600, help="in all")
     parser.add_argument("--one", nargs=2, metavar=("FILE", "TEST"), help=argparse.SUPPRESS)
     parser.add_argument("--timed", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if unknown := set(given.names) - set(NAMES):
+        parser.error(f"no {', '.join(sorted(unknown))}: one of {', '.join(NAMES)}")
     if given.one:
         run_one(*given.one, given.seconds, is_timed=given.timed)
     else:
-        sys.exit(min(1, run_all(given.names, given.seconds)))
+        sys.exit(min(1, run_all(given.names or NAMES, given.seconds)))
 
 
 if __name__ == "__main__":

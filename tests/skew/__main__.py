@@ -48,8 +48,8 @@ def main() -> int:
     try:
         old, new = release_of(options.old), release_of(options.new)
     except CommitMissing as error:
-        print(f"skipped: {error}")
-        return 0
+        print(f"skew: {error}", file=sys.stderr)
+        return 2
     folder = options.folder or Path(tempfile.mkdtemp(prefix="skew-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{old.name} to {new.name}; logs in {folder}", flush=True)
