@@ -46,7 +46,7 @@ def encoder_card(config: EncodeConfig, revision: str, numerics: Numerics) -> Enc
 async def load_image_encoder(
     config: EncodeConfig, vision: VisionConfig, dtype: str
 ) -> ImageEncoder:
-    """Loads the encoder in the model's dtype. Raises CheckpointError."""
+    """Loads the encoder in the model's dtype. Raises CheckpointError, ConfigError."""
     from shared.engine.vision.load_encoder import load_encoder  # torch
 
     loaded = await asyncio.to_thread(
@@ -54,7 +54,7 @@ async def load_image_encoder(
         config.model_dir,
         vision,
         dtype,
-        device="cuda" if config.device.startswith("cuda") else "cpu",
+        device=config.device,
         load_format=config.load_format,
         num_threads=config.num_threads or None,
     )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED
+from shared.engine.executors.load import resolve_device
 from shared.engine.layers.linear import MatmulModule, weights_unset_on
 from shared.engine.model_config.vision_config import (
     Llama4VisionConfig,
@@ -96,8 +97,8 @@ def load_encoder(
     load_format: str = "auto",
     num_threads: int | None = None,
 ) -> LoadedEncoder:
-    """Raises CheckpointError."""
-    target = torch.device(device)
+    """Raises CheckpointError, or ConfigError for a device that cannot be used."""
+    target = resolve_device(device)
     with target, weights_unset_on(target):
         model = _model_of(config, getattr(torch, dtype)).eval()
     destinations = model.weight_destinations()

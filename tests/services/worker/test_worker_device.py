@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import msgspec
 import pytest
 import torch
 
+from services.worker.image_port import load_image_encoder, vision_of
 from services.worker.model_loading import load_model, on_device
 from shared.config import WorkerConfig
 from shared.engine.executors.group import load_cuda_rank
 from shared.engine.executors.group.messages import DeviceSetup
 from shared.engine.parallel.processes.group import GroupSpec
+from shared.errors import ConfigError
 from shared.messages import Role
+from tests.support.engine.vision.vision_models import write_smolvlm
 
 
 def config(device: str, **options: Any) -> WorkerConfig:
@@ -65,3 +69,18 @@ def test_process_of_a_device_gets_the_options_that_depend_on_it(
     setup = msgspec.msgpack.decode(started[0].config, type=DeviceSetup)
     assert (setup.device, setup.mode, setup.options.executor) == ("cuda:1", "auto", "plain")
     assert setup.options.block_size == 64
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto", f"cuda:{torch.cuda.device_count()}"])
+def test_image_encoder_is_on_the_device_of_the_worker(tmp_path: Path, device: str) -> None:
+    """Of several GPUs on its own: this machine does not have the last of these."""
+    write_smolvlm(tmp_path)
+    given = msgspec.structs.replace(config(device), model_dir=tmp_path)
+    vision = vision_of(given)
+    assert vision is not None
+    load = load_image_encoder(given, vision, "float32")
+    if ":" in device:
+        with pytest.raises(ConfigError, match=f"device '{device}' cannot be used"):
+            asyncio.run(load)
+    else:
+        asyncio.run(asyncio.run(load).close())
