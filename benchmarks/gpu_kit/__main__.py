@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_kit.outputs import Outputs, commit_of
+from benchmarks.gpu_kit.outputs import ROWS, Outputs, commit_of
 from benchmarks.gpu_kit.part_process import Ended, PartProcess
 from benchmarks.gpu_kit.parts import CALLS, HERE, NAMES, RESERVED_S, Part, parts_named
 from benchmarks.gpu_kit.session import append_line, read_rows
@@ -52,14 +52,18 @@ def main(argv: Sequence[str]) -> int:
     budget_s = given.budget_s or CALLS[given.call].limit_s
     kit = Kit(Outputs(given.out), given.work, given.pack, is_dry=given.dry_run)
     summary = kit.run(parts_named(names), budget_s)
-    return int(any(each["status"] == "failed" for each in summary["parts"]))
+    return exit_status(summary["parts"])
+
+
+def exit_status(parts: Sequence[dict[str, Any]]) -> int:
+    return int(any(each["status"] in ("failed", "timed out") for each in parts))
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_kit", description="Measures Hearth on this machine's GPU."
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder for this call's results")
     add = parser.add_argument
     limits = ", ".join(f"{name}: {call.limit_s} s" for name, call in CALLS.items())
     add("--call", choices=CALLS, default="a", help=f"parts to run, {limits} (default: a)")
@@ -73,6 +77,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     given = parser.parse_args(argv)
     for name in ("out", "pack", "work"):
         setattr(given, name, getattr(given, name).absolute())
+    if (given.out / ROWS).exists() and (given.out / ROWS).stat().st_size:
+        parser.error(f"{given.out} has the rows of another call: name a new folder")
+    try:
+        given.work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--work {given.work}: {error.strerror}")
     return given
 
 

@@ -15,12 +15,13 @@ from typing import Any
 from benchmarks.gpu_kit.session import read_rows
 
 LOG_BYTES = 256 << 10  # per part
+ROWS = "rows.jsonl"
 
 
 class Outputs:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.rows = folder / "rows.jsonl"
+        self.rows = folder / ROWS
         self.log = folder / "log.txt"
         self._summary = folder / "summary.json"
         self.rows.write_bytes(b"")

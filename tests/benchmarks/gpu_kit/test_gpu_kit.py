@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_kit.__main__ import PROBE, Kit
+from benchmarks.gpu_kit.__main__ import PROBE, Kit, arguments, exit_status
 from benchmarks.gpu_kit.kernels.tools import findings, metrics
 from benchmarks.gpu_kit.outputs import LOG_BYTES, Outputs
 from benchmarks.gpu_kit.parts import CALLS, PARTS, RESERVED_S, Part, parts_named
@@ -46,6 +46,30 @@ def is_running(process_id: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_rows_of_another_call_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "rows.jsonl").write_text("{}\n")
+    with pytest.raises(SystemExit):
+        arguments([str(tmp_path / "out"), "--work", str(tmp_path / "work")])
+    assert "has the rows of another call" in capsys.readouterr().err
+
+
+def test_folder_of_work_that_cannot_be_made_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "home").touch()
+    with pytest.raises(SystemExit):
+        arguments([str(tmp_path / "out"), "--work", str(tmp_path / "home" / "work")])
+    assert f"--work {tmp_path}/home/work: Not a directory" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_part_that_timed_out_fails_the_call() -> None:
+    statuses = ("ok", "unavailable", "not built", "not run")
+    assert exit_status([{"status": each} for each in statuses]) == 0
+    assert exit_status([{"status": each} for each in (*statuses, "timed out")]) == 1
 
 
 def test_failed_part_does_not_stop_other_parts(tmp_path: Path) -> None:
