@@ -19,6 +19,7 @@ from tests.clients import try_claude_code, try_codex
 from tests.clients.__main__ import NO_TESTS, exit_status
 from tests.clients.agent_program import program_of
 from tests.fuzz import run as fuzz
+from tests.simulation import sweep
 from tests.skew import __main__ as skew
 from tests.support.waiting import wait_until
 
@@ -416,6 +417,7 @@ def test_scripts_that_take_no_part_of_a_word_say_how_they_are_used(machine: Mach
     ("main", "words"),
     [
         (fuzz.main, ["htpp"]),
+        (lambda: sweep.main(sys.argv[1:]), ["--seeds", "0"]),
         (chaos.main, ["--fault", "device", "--victim", "gateway-1"]),
         (chaos.main, ["--site-fault", "link cut"]),
         (chaos.main, ["--ranks", "--fault", "device"]),

@@ -141,10 +141,9 @@ def main(names: list[str]) -> int:
     test._hypothesis_internal_use_settings = settings(
         usual_settings, max_examples=MAX_EXAMPLES, phases=(Phase.generate,)
     )
-    num_hidden = 0
-    for bug in BUGS:
-        if names and not any(name in bug.name for name in names):
-            continue
+    bugs = [bug for bug in BUGS if not names or any(name in bug.name for name in names)]
+    num_hidden = int(not bugs)
+    for bug in bugs:
         began, found = time.monotonic(), ""
         with bug.planted():
             try:

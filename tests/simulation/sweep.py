@@ -61,6 +61,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/simulation")
     parser.add_argument("--add", action="store_true", help="to the pieces that are saved there")
     given = parser.parse_args(argv)
+    if given.seeds < 1 or given.jobs < 1:
+        parser.error("--seeds and --jobs are at least 1")
     began, total = time.monotonic(), Tally()
     for tally in sweep(given.first, given.seeds, given.jobs, given.variant):
         total.add(tally)

@@ -29,6 +29,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args()
+    if given.seeds < 1 or given.jobs < 1:
+        parser.error("--seeds and --jobs are at least 1")
     began, endings, num_failed, num_crossed = time.monotonic(), Counter[str](), 0, 0
     num_lied_to = 0
     with ProcessPoolExecutor(given.jobs) as pool:
