@@ -4,7 +4,7 @@ python -m tests.simulation.residency --help.
 A thousand tenants are served at six linked sites in six regions by the real services on a virtual
 clock, with the timing engine. In each run sites and links fail, regions of tenants change, and a
 leak of each form is planted for the same search. The figures do not depend on the machine, but for
-the time: a million requests take two to three and a half hours of one core. With --shards each run
+the time: a million requests take two to four hours of one core. With --shards each run
 is a file: the command goes on where it was interrupted, several share a folder, and --sum adds up
 what is there.
 """
