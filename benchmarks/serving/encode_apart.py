@@ -1,15 +1,13 @@
 """TTFT of texts beside images: with an encode worker, and with prefill that encodes.
 
-    python -m benchmarks.serving.encode_apart [--requests 60] [--pictures 24] [--images 2]
-                                              [--tile-ms 25]
+    python -m benchmarks.serving.encode_apart [--requests 60] [--pictures 6] [--images 2]
 
 Real processes on this machine: a gateway, a scheduler, a prefill and a decode worker of a small
 random text model, whose image encoder (12 layers of 512, tiles of 256 pixels) takes most of the
 work. One client sends texts, one after the other, alone and then beside clients that send pictures
 of 17 tiles, none of them twice. With `encode-1` the pictures are encoded in a process of its own.
-The bar is p90 beside images over p90 alone, at most 1.3, with an encode worker whose tile takes
-`--tile-ms` and no core, as on a device of its own. Where it computes, as in the other two cases, it
-shares this machine's cores with all others.
+The bar is p90 beside images over p90 alone: at most 1.3 with an encode worker. All processes share
+this machine's cores.
 """
 
 from __future__ import annotations
@@ -25,15 +23,12 @@ from pathlib import Path
 
 from benchmarks.report import Row, at_most, write_result
 from tests.support.cluster.model_cluster import ModelCluster
-from tests.support.cluster.monitored_process import TILE_VARIABLE
 from tests.support.cluster.vision_cluster import SLOW, content, picture, running_model
 
 BAR = 1.3
 MODULE = "benchmarks.serving.encode_apart"
-TOGETHER, APART = "prefill encodes", "encode worker on the same cores"
-ON_DEVICE = "encode worker that takes no core"
-CASES = (TOGETHER, APART, ON_DEVICE)
-ENCODER, PAIR = "encode-1", ("prefill-1", "decode-1")
+APART, TOGETHER = "encode worker", "prefill encodes"
+WORKERS = {TOGETHER: ("prefill-1", "decode-1"), APART: ("encode-1", "prefill-1", "decode-1")}
 ANSWER = {"max_tokens": 4, "ignore_eos": True}
 EACH_S = 0.1
 SIDE = 1000  # pixels: 17 tiles
@@ -91,14 +86,9 @@ class ImageClients:
 
 
 def measure(case: str, options: argparse.Namespace) -> Row:
-    workers = PAIR if case == TOGETHER else (ENCODER, *PAIR)
-    tile_s = {TILE_VARIABLE: str(options.tile_ms / 1e3)} if case == ON_DEVICE else {}
-    environ_of = {ENCODER: tile_s}
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_model(
-            Path(folder), SLOW, scale=4, workers=workers, environ_of=environ_of
-        ) as cluster,
+        running_model(Path(folder), SLOW, scale=4, workers=WORKERS[case]) as cluster,
     ):
         for number in range(WARM_UP):
             ttft_s(cluster, -1 - number)
@@ -124,14 +114,13 @@ def measure(case: str, options: argparse.Namespace) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=60, help="Texts of each measurement.")
-    parser.add_argument("--pictures", type=int, default=24, help="Answered beside the texts.")
+    parser.add_argument("--pictures", type=int, default=6, help="Answered beside the texts.")
     parser.add_argument("--images", type=int, default=2, help="Clients that send pictures.")
-    parser.add_argument("--tile-ms", type=float, default=25, help="Of an encoder on a device.")
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    rows = [measure(case, options) for case in CASES]
+    rows = [measure(case, options) for case in (TOGETHER, APART)]
     rows = [{**each, "load_before": round(load, 1)} for each in rows]
-    bars = [at_most("p90 TTFT beside images, apart", float(rows[-1]["ratio"]), BAR, "x alone")]
+    bars = [at_most("p90 TTFT beside images, apart", float(rows[1]["ratio"]), BAR, "x alone")]
     write_result("encode_apart", rows, bars, ["-m", MODULE, *sys.argv[1:]])
 
 

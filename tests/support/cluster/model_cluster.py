@@ -41,7 +41,6 @@ def run_model(
     *,
     options_of: Mapping[str, Mapping[str, str]] = {},
     max_local_prefill_tokens: int = 4,
-    environ_of: Mapping[str, Mapping[str, str]] = {},
 ) -> Iterator[ModelCluster]:
     """Serves `model_dir` under its name. `workers` are process ids, such as `worker-1`. By default
     workers hand off even short prompts.
@@ -55,7 +54,7 @@ def run_model(
         model=(model_dir, model_dir.name),
         worker_options=options,
         services=(*CONTROL, *workers),
-        environ_of={**environ_of, "scheduler-1": local},
+        environ_of={"scheduler-1": local},
         options_of=options_of,
     )
     try:

@@ -1,10 +1,9 @@
 """A monitored service process: `python -m tests.support.cluster.monitored_process FOLDER COMMAND`.
 
-It is `python -m services COMMAND ...`, with differences. On SIGUSR1 a thread writes what the
+It is `python -m services COMMAND ...`, with two differences. On SIGUSR1 a thread writes what the
 process holds to FOLDER: live objects of Hearth's classes, and tasks. And with HEARTH_CHAOS_STEP_S
 set, a worker computes with the timing engine, so that a row takes a second of formula tokens
-instead of a minute of a model's; with HEARTH_CHAOS_TILE_S, an image's tile takes this time and no
-core, as on a device. Everything else is real.
+instead of a minute of a model's; everything else is real.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -26,7 +24,6 @@ from tests.support.services.forked_pools import use_forked_pools
 
 PR_SET_PDEATHSIG = 1
 STEP_VARIABLE = "HEARTH_CHAOS_STEP_S"
-TILE_VARIABLE = "HEARTH_CHAOS_TILE_S"
 
 
 def main() -> None:
@@ -34,8 +31,6 @@ def main() -> None:
     folder = Path(sys.argv.pop(1))
     use_forked_pools()
     _watch(folder)
-    if (tile_s := os.environ.get(TILE_VARIABLE)) is not None:
-        _wait_for_tiles(float(tile_s))
     step_s, command = os.environ.get(STEP_VARIABLE), sys.argv[1]
     if step_s is not None and command in ("prefill", "decode", "worker"):
         from tests.support.cluster.timing import run_timing_worker
@@ -50,17 +45,6 @@ def main() -> None:
 def _die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _wait_for_tiles(tile_s: float) -> None:
-    """Has the encoder take `tile_s` seconds for a tile, whose vectors are then zeros."""
-    from shared.engine.vision.load_encoder import LoadedEncoder
-
-    def encode_tile(self: LoadedEncoder, tile: object) -> bytes:
-        time.sleep(tile_s)
-        return bytes(self.config.tokens_per_tile * self.vector_bytes)
-
-    LoadedEncoder.encode_tile = encode_tile
 
 
 def _watch(folder: Path) -> None:
