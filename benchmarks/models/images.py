@@ -1,10 +1,10 @@
 """Images in the engine, in the shape of SmolVLM 256M with seeded weights: the encoder beside that
 of transformers, an image that is asked again, and text that runs while images are encoded.
 
-    python -m benchmarks.models.images [--dtype bfloat16] [--threads 2] [--rounds 5]
+    python -m benchmarks.models.images [--dtype auto] [--threads 2] [--rounds 5]
 
 One tile of 512 x 512 pixels is 1,024 patches and 64 tokens. The encoders take turns; the figure of
-each is the median of its rounds. Text runs in STREAMS streams, alone, then while 8 images of one
+each is the median of its rounds. `auto` is the type that a worker takes on this CPU. Text runs in STREAMS streams, alone, then while 8 images of one
 tile are encoded, then alone in an engine without an encoder.
 """
 
@@ -33,6 +33,7 @@ from shared.clock import MonotonicClock
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.executors.load import load_executor
+from shared.engine.executors.loading.model_loading import resolve_dtype
 from shared.engine.executors.local_executor import LocalExecutor
 from shared.engine.loop import EngineLoop
 from shared.engine.models.checkpoint_config import read_config
@@ -303,10 +304,11 @@ async def measure_engine(folder: Path, encoder: LoadedEncoder, options: argparse
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    options.dtype = resolve_dtype(options.dtype, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as name:
         folder = write_config(Path(name))
         vision = read_config(folder).vision
