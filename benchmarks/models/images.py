@@ -4,8 +4,9 @@ of transformers, an image that is asked again, and text that runs while images a
     python -m benchmarks.models.images [--dtype auto] [--threads 2] [--rounds 5]
 
 One tile of 512 x 512 pixels is 1,024 patches and 64 tokens. The encoders take turns; the figure of
-each is the median of its rounds. `auto` is the type that a worker takes on this CPU. Text runs in STREAMS streams, alone, then while 8 images of one
-tile are encoded, then alone in an engine without an encoder.
+each is the median of its rounds. `auto` is the type that a worker takes on this CPU. Text runs in
+STREAMS streams, alone, then while 8 images of one tile are encoded, then beside 8 prompts of as
+many tokens without an image, then alone in an engine without an encoder.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -75,6 +76,7 @@ CONFIG = {
 }
 TILE = (3, 512, 512)
 TOKENS_PER_TILE = 64
+WORDS = [5] * 8  # before an image, and twice after it
 STREAMS = 4
 NUM_IMAGES = 8
 ITL_TOKENS = 150  # of each stream
@@ -168,12 +170,11 @@ class Streams:
         return self._add(self._sequence(name, token_ids, max_tokens))
 
     def image(self, name: str, array: NDArray[np.uint8]) -> asyncio.Event:
-        """Asks about an image after 8 words, with 16 after it."""
+        """Asks about an image."""
         assert self.jobs is not None
         image_hash = name.partition("/")[0].encode().ljust(16)[:16]
         self.arrays[image_hash] = array
-        words = [5] * 8
-        token_ids = [*words, *[IMAGE_TOKEN] * TOKENS_PER_TILE, *words, *words]
+        token_ids = [*WORDS, *[IMAGE_TOKEN] * TOKENS_PER_TILE, *WORDS, *WORDS]
         sequence = self._sequence(name, token_ids, 1)
         part = ImagePart(
             first_token=8, num_tokens=TOKENS_PER_TILE, image_hash=image_hash, grid=(0, 0)
@@ -250,38 +251,56 @@ async def measure_again(streams: Streams) -> Row:
     }
 
 
-async def run_texts(streams: Streams, prefix: str, num_images: int = 0) -> list[float]:
-    """Returns the gaps of all tokens; images come with the first ones."""
+async def run_texts(
+    streams: Streams, prefix: str, beside: Callable[[Streams], Awaitable[None]] | None = None
+) -> list[float]:
+    """Returns the gaps of all tokens; `beside` begins with the first ones."""
     names = [f"{prefix}{index}" for index in range(STREAMS)]
     ended = [streams.text(name, 40, ITL_TOKENS) for name in names]
     for name in names:
         await streams.running[name.encode()].wait()
-    images = [
-        streams.image(f"{prefix}i{index}", array)
-        for index, array in enumerate(pictures(num_images, 3))
-    ]
+    other = asyncio.create_task(beside(streams)) if beside is not None else None
     for each in ended:
         await each.wait()
-    num_done = sum(each.is_set() for each in images)
-    if num_images:
-        print(f"{num_done} of {num_images} images were encoded beside the text")
-    for each in images:
-        await each.wait()
+    if other is not None:
+        await other
     return streams.gaps(names)
+
+
+async def add_images(streams: Streams) -> None:
+    added = [
+        streams.image(f"image {index}", array)
+        for index, array in enumerate(pictures(NUM_IMAGES, 3))
+    ]
+    for each in added:
+        await each.wait()
+
+
+async def add_prompts(streams: Streams, every_s: float) -> None:
+    """Adds as many prompts of as many tokens as `add_images`, at the pace of the encoder."""
+    for index in range(NUM_IMAGES):
+        await asyncio.sleep(every_s)
+        await streams.text(f"prompt {index}", TOKENS_PER_TILE + 3 * len(WORDS), 1).wait()
 
 
 def p99(values: list[float]) -> float:
     return float(np.quantile(values, 0.99))
 
 
-async def measure_engine(folder: Path, encoder: LoadedEncoder, options: argparse.Namespace):
+async def measure_engine(
+    folder: Path, encoder: LoadedEncoder, tile_s: float, options: argparse.Namespace
+) -> list[Row]:
+    """`tile_s`: the seconds of one tile."""
     load = {"dtype": options.dtype, "load_format": "dummy", "num_threads": options.threads}
     with_images = Streams(load_executor(folder, has_row_kernels=True, **load), encoder)
     with_images.loop.start()
     rows = [await measure_again(with_images)]
     await run_texts(with_images, "warm")
     alone = await run_texts(with_images, "alone")
-    beside = await run_texts(with_images, "beside", NUM_IMAGES)
+    beside = await run_texts(with_images, "beside", add_images)
+    beside_prompts = await run_texts(
+        with_images, "texts", lambda streams: add_prompts(streams, tile_s)
+    )
     loaded = [statistics.median(await run_texts(with_images, f"l{n}")) for n in range(3)]
     await with_images.close()
     without = Streams(load_executor(folder, has_row_kernels=True, **load), None)
@@ -294,6 +313,7 @@ async def measure_engine(folder: Path, encoder: LoadedEncoder, options: argparse
             "case": f"ITL p99 of {STREAMS} streams beside {NUM_IMAGES} images",
             "alone_ms": round(p99(alone) * 1e3, 1),
             "beside_ms": round(p99(beside) * 1e3, 1),
+            "beside_prompts_ms": round(p99(beside_prompts) * 1e3, 1),
             "ratio": round(p99(beside) / p99(alone), 2),
         }
     )
@@ -317,7 +337,7 @@ def main() -> None:
             folder, vision, options.dtype, load_format="dummy", num_threads=options.threads
         )
         rows = compare_encoders(encoder, options)
-        rows += uvloop.run(measure_engine(folder, encoder, options))
+        rows += uvloop.run(measure_engine(folder, encoder, rows[0]["hearth_ms"] / 1e3, options))
     ratios = [row["ratio"] for row in rows]
     bars = [
         at_least("encoder, beside transformers", ratios[0], ENCODER_BAR, "x"),
