@@ -302,7 +302,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     rows = uvloop.run(run(options))
     command = ["-m", "benchmarks.control_plane", *argv]
-    write_result(options.name, rows, bars_of(rows), command)
+    is_full = options.name != parser.get_default("name") or all(
+        set(getattr(options, each)) >= set(parser.get_default(each))
+        for each in ("shape", "concurrency", "client")
+    )
+    write_result(options.name, rows, bars_of(rows), command, is_full=is_full)
     return 1 if _num_errors(rows) else 0
 
 

@@ -121,7 +121,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     num_errors = sum(row["num_errors"] for row in rows)
     bars = [at_most("requests without an answer", num_errors, 0, "requests")]
-    write_result(arguments.name, rows, bars, ["-m", "benchmarks.serve", *shown(argv, arguments)])
+    command = ["-m", "benchmarks.serve", *shown(argv, arguments)]
+    is_full = arguments.url is None or arguments.name != "serve"
+    write_result(arguments.name, rows, bars, command, is_full=is_full)
     return 0 if num_errors == 0 else 1
 
 

@@ -81,7 +81,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--constrained", action="store_true", help=about)
     about = "ranks of workers of the demo model: kill and freeze"
     parser.add_argument("--ranks", action="store_true", help=about)
-    about = "streams with pictures: kill and freeze of encode and prefill workers"
+    about = "streams with pictures: kill and freeze of encode, prefill and decode workers"
     parser.add_argument("--images", action="store_true", help=about)
     about = "only a host of several models, all rows: its process is killed or frozen"
     parser.add_argument("--hosts", action="store_true", help=about)

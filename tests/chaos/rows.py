@@ -45,7 +45,7 @@ VICTIMS = (
 # Of workers whose ranks are processes; their spares have one process each.
 RANK_VICTIMS = ("decode-1:0", "decode-1:1", "prefill-1:0", "prefill-1:1")
 # decode workers: tests/end_to_end/models/test_image_recovery.py
-IMAGE_VICTIMS = ("encode-1", "prefill-1")
+IMAGE_VICTIMS = ("encode-1", "prefill-1", "decode-1")
 
 FROZEN_S = 2.0  # it ends while most streams still run elsewhere
 MAX_FROZEN_S = 20.0  # more, where a machine of few cores lets others notice it late
