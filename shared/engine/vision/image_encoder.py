@@ -1,7 +1,7 @@
 """The seam between a worker and whatever encodes its images, and an encoder on a thread.
 
 The thread has a lower priority than the thread of steps: where cores are short, steps get six of
-seven parts of them, and running text keeps its pace. Without steps it has all cores.
+seven parts of them. Without steps it has all cores.
 """
 
 from __future__ import annotations
