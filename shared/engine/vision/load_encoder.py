@@ -93,6 +93,11 @@ class LoadedEncoder:
             raw: bytes = vectors.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return raw
 
+    def check(self) -> None:
+        """Raises RuntimeError if the device is lost."""
+        if self._cuda is not None:
+            self._cuda.driver.synchronize()
+
     def normalized(self, tile: NDArray[np.uint8]) -> Tensor:
         """tile [3, H, W] -> its values in FP32."""
         levels = torch.from_numpy(tile.astype(np.int64)).to(self._device)
