@@ -94,9 +94,11 @@ class LoadedEncoder:
         return raw
 
     def check(self) -> None:
-        """Raises RuntimeError if the device is lost."""
-        if self._cuda is not None:
-            self._cuda.driver.synchronize()
+        """Raises RuntimeError if the device is lost. It waits for the tiles' stream alone: CUDA
+        refuses to wait for a device while another thread captures a graph there.
+        """
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def normalized(self, tile: NDArray[np.uint8]) -> Tensor:
         """tile [3, H, W] -> its values in FP32."""

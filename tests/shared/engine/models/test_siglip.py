@@ -157,5 +157,7 @@ def test_tiles_on_cuda_follow_the_weights_on_a_bound_thread(tmp_path: Path) -> N
     tile = picture(1).pixels[0]
     with ThreadPoolExecutor(1, "tiles", initializer=encoder.init_thread) as thread:
         assert thread.submit(encoder.encode_tile, tile).result() == own.encode_tile(tile)
+        thread.submit(encoder.check).result()
     assert driver.bound["tiles_0"] == INDEX
-    assert driver.copies[1:] == ["begin", "end"]
+    assert driver.copies[1:] == ["begin", "end", "synchronize"]
+    assert not driver.calls  # the device may be captured meanwhile
