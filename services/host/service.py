@@ -43,6 +43,7 @@ from shared.config import HostConfig, check, redis_tls_of
 from shared.errors import HearthError, NoCapacity, UnknownModel, WorkerBusy
 from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.lifecycle.identity import connect
+from shared.lifecycle.process import DEVICE_LOST_STATUS
 from shared.messages import (
     Done,
     DrainState,
@@ -67,7 +68,6 @@ log = structlog.get_logger(__name__)
 TICK_S = 0.1
 STALLED_S = 2.0  # gap of two ticks: this process was frozen
 SILENT_LIMIT_S = 10.0  # silence of a worker that hangs, before it is killed
-DEVICE_LOST_STATUS = 3
 STORE_TIMEOUT_S = 1.0
 
 

@@ -7,6 +7,8 @@ start ──▶ ready ──DrainWorker──▶ draining ──is_undone──�
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -22,6 +24,7 @@ from services.worker.image_port import (
     takes_no_images,
     vision_of,
 )
+from shared.background import Background
 from shared.clock import MonotonicClock, process_age_s
 from shared.config import EncodeConfig, check
 from shared.engine.unretained_tenants import UnretainedTenants
@@ -32,7 +35,7 @@ from shared.errors import InvalidRequest
 from shared.lifecycle.heartbeat import HealthMonitor, Loads
 from shared.lifecycle.heartbeat_numbers import HeartbeatNumbers
 from shared.lifecycle.identity import connect
-from shared.lifecycle.process import Service
+from shared.lifecycle.process import DEVICE_LOST_STATUS, Service
 from shared.lifecycle.start_heartbeats import StartHeartbeats
 from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import (
@@ -92,8 +95,11 @@ class EncodeWorker:
         port: PixelPort,
         unretained: UnretainedTenants,
         clock: MonotonicClock,
+        on_device_lost: Callable[[], None] = lambda: os._exit(DEVICE_LOST_STATUS),
     ) -> None:
-        """`heartbeats` go on until those of `health_monitor` have begun."""
+        """`heartbeats` go on until those of `health_monitor` have begun. `on_device_lost` ends the
+        process, after the worker has left the fleet.
+        """
         self._bus = bus
         self._outbox = outbox
         self._monitor = health_monitor
@@ -104,6 +110,9 @@ class EncodeWorker:
         self._unretained = unretained
         self._drained = DrainedWorker(clock, (service,))
         self._is_leaving = False
+        self._background = Background()
+        self._on_device_lost = on_device_lost
+        jobs.on_device_lost(self._start_leaving)
 
     async def start(self) -> None:
         self._outbox.start()
@@ -122,6 +131,16 @@ class EncodeWorker:
         self._is_leaving = True
         await self._monitor.transition_to("draining")
         await self._service.drain()
+
+    def _start_leaving(self, reason: str) -> None:
+        if not len(self._background):
+            log.error("device_lost", reason=reason)
+            self._background.start_own(self._leave())
+
+    async def _leave(self) -> None:
+        await self._outbox.stop()
+        await self._monitor.stop()
+        self._on_device_lost()
 
     async def stop(self) -> None:
         await self._heartbeats.stop()

@@ -126,6 +126,7 @@ async def open_images(
         remote.fetch,
         worker.tenant_kv.unretained,
     )
+    jobs.on_device_lost(worker.loop.fence)
     worker.use_images(
         WorkerImages(encoder.config, jobs, port.fetcher, encoder.vector_bytes, remote)
     )

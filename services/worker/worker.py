@@ -48,7 +48,7 @@ from shared.engine.vision.image_encoder import ImageEncoder
 from shared.engine.worker import EngineModel, EngineWorker
 from shared.lifecycle.heartbeat_numbers import HeartbeatNumbers
 from shared.lifecycle.identity import connect
-from shared.lifecycle.process import Service
+from shared.lifecycle.process import DEVICE_LOST_STATUS, Service
 from shared.lifecycle.start_heartbeats import StartHeartbeats
 from shared.lifecycle.worker_roles import WorkerRoles
 from shared.messages import WORKER_ROLES, KvTargets, ModelCard, Role
@@ -61,7 +61,6 @@ from shared.transport.bus import NatsBus
 log = structlog.get_logger(__name__)
 
 Handlers = PrefillService | DecodeService | EncodeService
-DEVICE_LOST_STATUS = 3  # exit status: a supervisor starts the process again, with growing pauses
 
 
 class WorkerProcess:

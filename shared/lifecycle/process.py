@@ -36,6 +36,7 @@ from shared.tls import TlsFiles
 log = structlog.get_logger(__name__)
 
 HEARTH_ERROR_STATUS = 2
+DEVICE_LOST_STATUS = 3  # a supervisor starts the process again, with growing pauses
 START_STOP_S = 1.5  # time from a signal during the start to the exit
 
 

@@ -62,6 +62,8 @@ class PushedCache:
     """A KV cache with one sequence in the blocks of `table`. As in a worker, one thread copies."""
 
     def __init__(self, plan: PushPlan, device: torch.device, table: list[int]) -> None:
+        bind = _binder(device)
+        bind()  # the cache is filled, and its stream made, by this thread
         self.plan, self.layout, self.table = plan, plan.layout, table
         memory = allocate_kv_cache(self.layout, plan.num_blocks, device)
         self.memory = memory
@@ -71,7 +73,7 @@ class PushedCache:
         if device.type == "cuda":
             self.page_lock = CudaPageLock(cuda_device(device))
             self._stream = CopyStream(cuda_device(device))
-        self._thread = ThreadPoolExecutor(1, "kv-copy", _binder(device))
+        self._thread = ThreadPoolExecutor(1, "kv-copy", bind)
 
     def fill(self) -> None:
         """Fills the cache with random numbers."""

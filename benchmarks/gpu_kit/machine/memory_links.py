@@ -6,7 +6,7 @@ import base64
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,7 +26,10 @@ def registered_memfd(num_bytes: int) -> Iterator[Tensor]:
         os.close(descriptor)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     cudart: Any = torch.cuda.cudart()
-    torch.cuda.check_error(int(cudart.cudaHostRegister(tensor.data_ptr(), num_bytes, 0)))
+    if code := int(cudart.cudaHostRegister(tensor.data_ptr(), num_bytes, 0)):
+        with suppress(RuntimeError):  # CUDA keeps the error for the next launch, of another row
+            torch.ones(1, device="cuda")
+        torch.cuda.check_error(code)
     try:
         yield tensor
     finally:

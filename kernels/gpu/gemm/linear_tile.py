@@ -418,7 +418,7 @@ def store_tile(
     is_inside = (row[:, None] < num_rows) & (column[None, :] < num_columns)
     place = row[:, None].to(tl.int64) * num_columns + column[None, :]
     if PARTS > 1:
-        place += tl.program_id(1) * num_rows * num_columns
+        place += tl.program_id(1).to(tl.int64) * num_rows * num_columns
         tl.store(out_ptr + place, acc, mask=is_inside)
     else:
         y = acc.to(out_ptr.dtype.element_ty)

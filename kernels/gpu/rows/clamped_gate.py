@@ -1,7 +1,7 @@
 """The gate of experts with biases: (up + 1) · gate · sigmoid(alpha · gate), both clamped.
 
-In FP32, rounded once. Memory-bound: gate and up are read once, the biases of an expert come from
-the cache, and the result is written once.
+In FP32, rounded once; NaN stays NaN. Memory-bound: gate and up are read once, the biases of an
+expert come from the cache, and the result is written once.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _clamped_gate_kernel(
     up = tl.load(gate_ptrs + width, mask=is_column, other=0.0).to(tl.float32)
     gate += tl.load(bias_ptrs, mask=is_column, other=0.0).to(tl.float32)
     up += tl.load(bias_ptrs + width, mask=is_column, other=0.0).to(tl.float32)
-    gate = tl.minimum(gate, limit)
-    up = tl.maximum(tl.minimum(up, limit), -limit)
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     out = gate / (1.0 + tl.exp(tl.minimum(-alpha * gate, 88.0))) * (up + 1.0)
     tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=is_column)

@@ -63,4 +63,5 @@ def _penalize_kernel(
     place = logits_ptr + row * stride_logits_row + token
     x = tl.load(place, mask=is_entry, other=0.0)
     x = tl.where(x < 0, x * repetition, tl.div_rn(x, repetition)) - subtracted
-    tl.store(place, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), mask=is_entry)
+    x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(place, x, mask=is_entry)

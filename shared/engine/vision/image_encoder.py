@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shared.background import item_error
 from shared.engine.model_config.vision_config import VisionConfig
-from shared.errors import HearthError, OutOfMemory, StepFailed
+from shared.errors import DeviceFailed, HearthError, OutOfMemory, StepFailed
 from shared.lifecycle.child_process import lower_priority
 
 NICENESS = 7  # has a sixth of the weight of a thread of steps
@@ -29,7 +29,8 @@ class ImageEncoder(Protocol):
 
     async def encode(self, tile: NDArray[np.uint8]) -> bytes:
         """tile [3, H, W] -> the vectors of its tokens, [tokens_per_tile, output_size] in the dtype
-        of the model. One call at a time. Raises OutOfMemory or StepFailed, of this tile alone.
+        of the model. One call at a time. Raises OutOfMemory or StepFailed, of this tile alone, and
+        DeviceFailed once the device computes no more tiles.
         """
         ...
 
@@ -48,6 +49,10 @@ class TileEncoder(Protocol):
 
     def encode_tile(self, tile: NDArray[np.uint8]) -> bytes: ...
 
+    def check(self) -> None:
+        """Raises if the device is lost: an error of a kernel stays with the process."""
+        ...
+
 
 class ThreadedEncoder:
     """An `ImageEncoder` on a thread of its own."""
@@ -63,7 +68,18 @@ class ThreadedEncoder:
         try:
             return await loop.run_in_executor(self._thread, self._encoder.encode_tile, tile)
         except BaseException as raised:
-            raise _error_of(item_error(raised)) from raised
+            error = _error_of(item_error(raised))
+            if isinstance(error, StepFailed):
+                await self._check()
+            raise error from raised
+
+    async def _check(self) -> None:
+        """Raises DeviceFailed if the device is lost."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.check)
+        except BaseException as raised:
+            reason = str(item_error(raised)).partition("\n")[0]
+            raise DeviceFailed(f"the device of the image encoder is lost: {reason}") from raised
 
     def _init_thread(self) -> None:
         lower_priority(threading.get_native_id(), NICENESS)

@@ -26,7 +26,7 @@ from shared.engine.model_config.vision_config import Grid
 from shared.engine.vision.image_encoder import ImageEncoder
 from shared.engine.vision.image_room import ImageRoom
 from shared.engine.vision.vector_cache import ImageKey, VectorCache
-from shared.errors import HearthError, StepFailed
+from shared.errors import DeviceFailed, HearthError, StepFailed
 from shared.kv_wire.push_link import TenantTurns
 from shared.messages import WorkerLoad
 from shared.pixels.pixel_fetcher import PixelRequest
@@ -119,6 +119,7 @@ class ImageJobs:
         self._now = now
         self._fetch_vectors = fetch_vectors
         self._on_ready = [on_ready]
+        self._on_device_lost: Callable[[str], None] = lambda reason: None
         self._jobs: dict[_JobKey, _Job] = {}
         self._users: dict[ImageKey, _SharedVectors] = {}
         self._room = ImageRoom(MAX_FETCHED, MAX_FETCHED_OF_TENANT)
@@ -130,6 +131,10 @@ class ImageJobs:
     def listen(self, on_ready: Callable[[], None]) -> None:
         """Calls `on_ready`, too, when an image is ready or has failed."""
         self._on_ready.append(on_ready)
+
+    def on_device_lost(self, handler: Callable[[str], None]) -> None:
+        """Calls `handler` with the reason when the encoder's device computes no more tiles."""
+        self._on_device_lost = handler
 
     def want(self, wanted: WantedImage) -> None:
         """Sets the image's vectors, now or later. `drop` ends the claim."""
@@ -278,6 +283,8 @@ class ImageJobs:
             log.warning("image_not_encoded", exc_info=reason)
             failed = reason if isinstance(reason, HearthError) else StepFailed(str(reason))
             self._fail(job, list(job.waiting), failed)
+            if isinstance(failed, DeviceFailed):
+                self._on_device_lost(failed.message)
             return None
         finally:
             if not first.is_retained:

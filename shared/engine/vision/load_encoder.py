@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED
+from shared.engine.executors.cuda.cuda_device import CudaDevice, cuda_device
 from shared.engine.executors.load import resolve_device
 from shared.engine.layers.linear import MatmulModule, weights_unset_on
 from shared.engine.model_config.vision_config import (
@@ -35,6 +38,7 @@ from shared.tokenizer.checkpoint_file import exists, read_checkpoint_json
 # Where transformers looks for an image processor, the first one before the second.
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _LEVELS = 256
+TILE_PRIORITY = 0  # that of the steps
 EncoderModel = SiglipEncoder | Llama4Encoder | MoonVit
 
 
@@ -58,8 +62,12 @@ class LoadedEncoder:
         pixels: PixelFields,
         device: torch.device,
         num_threads: int | None = None,
+        *,
+        cuda: CudaDevice | None = None,
     ) -> None:
-        """`num_threads`: of the CPU, for each tile; None: torch's number at present."""
+        """`num_threads`: of the CPU, for each tile; None: torch's number at present. `cuda`: the
+        device, to which the calling thread is bound; None: the CPU.
+        """
         self.config = model.config
         self.vector_bytes = model.config.output_size * model.dtype.itemsize
         self._model = model
@@ -68,19 +76,29 @@ class LoadedEncoder:
         # Llama 4 computes the values of its pixels in BF16
         dtype = torch.bfloat16 if isinstance(model, Llama4Encoder) else torch.float32
         self._values = _values_of_levels(pixels, dtype).to(device)
-        # on CUDA one beside that of the steps, so that these do not wait for a tile
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._cuda, self._stream = cuda, None if cuda is None else _tile_stream(cuda)
 
     def init_thread(self) -> None:
-        """Sets the number of threads of the calling thread: steps change that of their own."""
+        """Binds the calling thread to the device, and sets its number of threads: steps change that
+        of their own.
+        """
         torch.set_num_threads(self._num_threads)
+        if self._cuda is not None:
+            self._cuda.bind()
 
     @torch.inference_mode()
     def encode_tile(self, tile: NDArray[np.uint8]) -> bytes:
-        with torch.cuda.stream(self._stream):  # None: no other stream
+        with nullcontext() if self._cuda is None else self._cuda.driver.stream(self._stream):
             vectors = self._model(self.normalized(tile).unsqueeze(0))
             raw: bytes = vectors.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return raw
+
+    def check(self) -> None:
+        """Raises RuntimeError if the device is lost. It waits for the tiles' stream alone: CUDA
+        refuses to wait for a device while another thread captures a graph there.
+        """
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def normalized(self, tile: NDArray[np.uint8]) -> Tensor:
         """tile [3, H, W] -> its values in FP32."""
@@ -99,6 +117,9 @@ def load_encoder(
 ) -> LoadedEncoder:
     """Raises CheckpointError, or ConfigError for a device that cannot be used."""
     target = resolve_device(device)
+    cuda = cuda_device(target) if target.type == "cuda" else None
+    if cuda is not None:
+        cuda.bind()
     with target, weights_unset_on(target):
         model = _model_of(config, getattr(torch, dtype)).eval()
     destinations = model.weight_destinations()
@@ -112,7 +133,17 @@ def load_encoder(
     for module in model.modules():
         if isinstance(module, MatmulModule):
             module.pack()
-    return LoadedEncoder(model, _pixel_fields(model_dir), target, num_threads)
+    return LoadedEncoder(model, _pixel_fields(model_dir), target, num_threads, cuda=cuda)
+
+
+def _tile_stream(cuda: CudaDevice) -> Any:
+    """Returns a stream beside that of the steps, so that these do not wait for a tile. Its work
+    waits for what the calling thread has launched: that fills the weights.
+    """
+    stream, filled = cuda.driver.Stream(cuda.index, TILE_PRIORITY), cuda.driver.Event()
+    filled.record()
+    stream.wait_event(filled)
+    return stream
 
 
 def _model_of(config: VisionConfig, dtype: torch.dtype) -> EncoderModel:

@@ -19,10 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tests.kernels.support.ahead_of_time import WARP_SIZE, MachineCode, compiled_source
+from tests.kernels.support.ahead_of_time import OPTIONS, WARP_SIZE, MachineCode, compiled_source
 
 CAPABILITY = 90
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,8 @@ def recording() -> Iterator[dict[str, LaunchClass]]:
         attributes: dict[tuple[int, ...], Any],
         warmup: bool,
     ) -> Any:
-        chosen = {name: getattr(options, name) for name in OPTIONS}
+        given = {name: getattr(options, name) for name in OPTIONS}
+        chosen = {name: value for name, value in given.items() if value is not None}
         launched = LaunchClass(self, dict(signature), dict(constants), dict(attributes), chosen)
         found[launched.key] = launched
         self.device_caches[device][0][key] = recorded

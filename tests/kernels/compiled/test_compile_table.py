@@ -49,7 +49,7 @@ LATENT_BYTES = 200 << 10
 DECODE = "attention.decode_attention._decode_attention_kernel"
 PREFILL = "attention.prefill_attention._prefill_attention_kernel"
 # Sums of rows of 512 or 256 values take half of a thread's registers. Other kernels: none.
-MAX_LOCAL_LOADS = {DECODE: 34, PREFILL: 352, "sampling.sample_draw.sample_draw_kernel": 1}
+MAX_LOCAL_LOADS = {DECODE: 34, PREFILL: 352}
 RECORD = "record them: python -m tests.kernels.compiled.compile_table --write"
 
 

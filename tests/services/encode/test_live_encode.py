@@ -40,7 +40,7 @@ from shared.transport.bus import NatsBus
 from shared.transport.server_config import NatsUser
 from tests.support.engine.vision.vision_models import Picture, picture, prompt_with, write_smolvlm
 from tests.support.servers import PASSWORD, NatsServer
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 MODEL, GATEWAY = "eyes", "gateway-1"
 ENCODERS, PREFILLS = ("encode-1", "encode-2"), ("prefill-1", "prefill-2")
@@ -251,3 +251,16 @@ async def test_answers_are_the_same_while_encode_workers_leave(live: Live) -> No
     assert len({tuple(each) for each in answers}) == 1 and len(answers[0]) == NUM_NEW
     assert (live.counts("num_encoded") - before)["encode"] == 0
     assert sum((live.counts("num_encoded") - before).values()) == 2
+
+
+async def test_workers_whose_encoder_has_lost_its_device_leave(live: Live) -> None:
+    engine = live.workers["prefill-1"]._worker
+    assert engine.images is not None
+    for worker, jobs in (
+        (live.encoders["encode-1"], live.encoders["encode-1"]._jobs),
+        (engine, engine.images._jobs),
+    ):
+        gone = asyncio.Event()
+        worker._on_device_lost = gone.set  # type: ignore[method-assign]
+        jobs._on_device_lost("a kernel failed")
+        await asyncio.wait_for(gone.wait(), LIMIT_S)

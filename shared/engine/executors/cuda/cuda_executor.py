@@ -254,9 +254,12 @@ class CudaExecutor(LocalExecutor):
             await self._copy_in_parts(copy, part, view)
 
     async def expert_counts(self) -> NDArray[np.int64] | None:
-        """With graphs no thread waits for the device: steps are launched meanwhile."""
+        """With graphs no thread waits for the device: steps are launched meanwhile. Binds the
+        calling thread, which polls: CUDA makes a context on the current device of a thread.
+        """
         if self.computer.graphs is None:
             return await super().expert_counts()
+        self._device.bind()
         counts, mark = await self._on_device(
             super()._launch, self._copies.launch, self.computer.download_counts
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -35,7 +35,7 @@ from shared.engine.executors.loading.device_limit import (
     tried_bytes,
 )
 from shared.engine.executors.loading.kv_scales import load_kv_scales
-from shared.engine.executors.loading.kv_sizing import num_blocks_for, num_blocks_in
+from shared.engine.executors.loading.kv_sizing import MemoryReport, num_blocks_for, num_blocks_in
 from shared.engine.executors.loading.load_options import LoadOptions, OnPhase
 from shared.engine.executors.loading.model_loading import (
     OpenedWeights,
@@ -51,6 +51,7 @@ from shared.engine.kv.kv_dtype import resolve_kv_dtype
 from shared.engine.model_config.model_config import ModelConfig
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
+from shared.engine.planning.vision_tensors import encoder_bytes
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.reading.staging import (
     LocalStaging,
@@ -61,7 +62,7 @@ from shared.engine.weights.reading.staging import (
 from shared.engine.weights.shared_weights import compress_weights
 from shared.engine.weights.weight_form import uses_compressed, weights_report
 from shared.errors import ConfigError
-from shared.kv_layout import KvLayout
+from shared.kv_layout import ITEM_BYTES, KvLayout
 from shared.telemetry.stage_times import StageTimes
 
 log = structlog.get_logger(__name__)
@@ -268,7 +269,7 @@ class _CudaLoad:
         given, limit = self._given_blocks, self._limit
         if limit is None and given is not None:
             return given
-        report = self._device.memory()
+        report = beside_encoder(self._device.memory(), self._config, self._dtype)
         if limit is None:
             left = beside_graphs(report) if self._has_graphs else report
             return num_blocks_in(left, self._layout)
@@ -294,6 +295,12 @@ class _CudaLoad:
         options, most = self._options, self._max_graphs
         max_rows = min(options.max_sequences, options.max_batch_tokens)
         computer.use_graphs(CudaGraphs(self._target), max_rows=max_rows, max_graphs=most)
+
+
+def beside_encoder(report: MemoryReport, config: ModelConfig, dtype: str) -> MemoryReport:
+    """Returns the report as if the encoder of images were loaded, which the worker does next."""
+    num_bytes = encoder_bytes(config.vision, ITEM_BYTES[dtype])
+    return replace(report, free=report.free - num_bytes, reserved=report.reserved + num_bytes)
 
 
 def has_graphs(config: ModelConfig, options: LoadOptions, target: torch.device) -> bool:

@@ -49,7 +49,13 @@ class DistributedTransport:
         limit = timedelta(seconds=limit_s)
         with _failures(None):
             dist.init_process_group(
-                backend, rendezvous, rank=rank, world_size=shape.num_ranks, timeout=limit
+                backend,
+                rendezvous,
+                rank=rank,
+                world_size=shape.num_ranks,
+                timeout=limit,
+                # NCCL connects all ranks now: two that swap first would wait for the others
+                device_id=device if backend == "nccl" else None,
             )
             # Each rank must take part in creating every group, in one order.
             ranks = [list(shape.stage_ranks(stage)) for stage in range(shape.pp)]

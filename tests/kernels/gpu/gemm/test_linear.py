@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kernels import ops
 from kernels.check_tensor import BadTensor
 from kernels.device import IS_INTERPRETED
 from kernels.gpu.gemm.linear import linear
+from kernels.gpu.gemm.linear_tile import store_tile
 from kernels.reference.linear import linear as reference_linear
 from tests.support.kernels.inputs import poisoned_outputs, random
 from tests.support.kernels.tolerance import assert_near
@@ -114,6 +119,31 @@ def test_nan_stays_in_its_row(dtype: torch.dtype, device: torch.device) -> None:
     assert y[7].isnan().all()
     others = [row for row in range(20) if row != 7]
     assert torch.equal(y[others], expected[others])
+
+
+@triton.jit
+def _store_last_kernel(address, num_rows, num_columns, num_parts: tl.constexpr):
+    """Stores the last 16 rows and columns of each part of [num_parts, num_rows, num_columns]."""
+    last = tl.arange(0, 16) - 16
+    acc = tl.full((16, 16), 1.0, tl.float32) + tl.program_id(1)
+    out_ptr = address.to(tl.pointer_type(tl.float32))
+    row, column = num_rows + last, num_columns + last
+    store_tile(acc, None, out_ptr, row, column, num_rows, num_columns, False, num_parts)
+
+
+def test_parts_may_have_more_sums_than_32_bits_count(tmp_path: Path, device: torch.device) -> None:
+    """8 sums of 16,384 rows by 18,944 columns are written within memory of twice their size. The
+    interpreter copies a tensor that it is given, so the kernel gets an address in a sparse file.
+    """
+    num_parts, num_rows, num_columns = 8, 16_384, 18_944
+    size = num_parts * num_rows * num_columns
+    if device.type == "cpu":
+        memory = torch.from_file(str(tmp_path / "sums"), shared=True, size=2 * size)
+    else:
+        memory = torch.zeros(2 * size, device=device)
+    sums = memory[size:].view(num_parts, num_rows, num_columns)
+    _store_last_kernel[(1, num_parts)](sums.data_ptr(), num_rows, num_columns, num_parts=num_parts)
+    assert sums[:, -1, -1].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
 
 
 def test_ops_use_this_kernel(device: torch.device) -> None:

@@ -33,6 +33,16 @@ def test_large_gates_are_clamped(device: torch.device) -> None:
     torch.testing.assert_close(out.cpu(), torch.tensor([[float(expected), 0.0]]))
 
 
+def test_nan_is_not_clamped(device: torch.device) -> None:
+    """Otherwise a row whose products overflowed would seem to be a result."""
+    gate_up = torch.ones(5, 4, device=device)
+    gate_up[:4].fill_diagonal_(float("nan"))
+    bias, experts = torch.zeros(1, 4, device=device), torch.zeros(5, device=device).long()
+    expected = reference(gate_up, bias, experts, **LIMITS).isnan()
+    assert expected.sum() == 4
+    assert torch.equal(clamped_gate(gate_up, bias, experts, **LIMITS).isnan(), expected)
+
+
 def test_invalid_arguments_raise(device: torch.device) -> None:
     gate_up, experts = torch.ones(2, 6, device=device), torch.zeros(2, device=device).long()
     for bad, match in (

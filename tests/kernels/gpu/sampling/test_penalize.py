@@ -48,6 +48,13 @@ def test_no_overflow_reaches_infinity(device: torch.device) -> None:
     assert logits[1, 0] > logits[1, 2] == 30.0
 
 
+def test_nan_is_not_clamped(device: torch.device) -> None:
+    logits = torch.tensor([[float("nan"), 1.0], [1.0, 1.0]], device=device)
+    places = torch.arange(2, device=device), torch.zeros(2, device=device).long()
+    penalize(logits, *places, torch.ones(2, device=device), torch.zeros(2, device=device))
+    assert logits.isnan().tolist() == [[True, False], [False, False]]
+
+
 def test_invalid_arguments_raise(device: torch.device) -> None:
     logits, entries = torch.ones(63, 100, device=device), _entries(5, device)
     rows, token_ids, repetition, subtracted = entries

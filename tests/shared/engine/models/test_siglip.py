@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -10,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shared.engine.executors.cuda.cuda_device import CudaDevice
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.vision.siglip import SiglipEncoder
 from shared.engine.planning.memory_plan import plan_memory
 from shared.engine.planning.stored_weights import read_stored
 from shared.engine.planning.vision_tensors import encoder_bytes, vision_tensors
-from shared.engine.vision.load_encoder import load_encoder
+from shared.engine.vision.load_encoder import LoadedEncoder, PixelFields, load_encoder
 from shared.errors import CheckpointError
+from tests.shared.engine.executors.cuda.fake_device import INDEX, FakeDriver
 from tests.support.engine.vision.vision_models import TILE, picture, write_smolvlm
 from tests.support.threads import computing_threads
 
@@ -142,3 +145,19 @@ def test_an_encoder_that_is_not_served_is_refused(tmp_path, vision, message) -> 
     path.write_bytes(msgspec.json.encode(config))
     with pytest.raises(CheckpointError, match=message):
         read_config(tmp_path)
+
+
+def test_tiles_on_cuda_follow_the_weights_on_a_bound_thread(tmp_path: Path) -> None:
+    """On a stream beside the steps'. A new thread starts on device 0."""
+    write_smolvlm(tmp_path)
+    own, driver = load_encoder(tmp_path, read_config(tmp_path).vision, "float32"), FakeDriver()
+    cuda = CudaDevice(INDEX, torch.device("cpu"), driver)
+    encoder = LoadedEncoder(own._model, PixelFields(), cuda.tensors_on, cuda=cuda)
+    assert driver.copies == driver.marks != []
+    tile = picture(1).pixels[0]
+    with ThreadPoolExecutor(1, "tiles", initializer=encoder.init_thread) as thread:
+        assert thread.submit(encoder.encode_tile, tile).result() == own.encode_tile(tile)
+        thread.submit(encoder.check).result()
+    assert driver.bound["tiles_0"] == INDEX
+    assert driver.copies[1:] == ["begin", "end", "synchronize"]
+    assert not driver.calls  # the device may be captured meanwhile

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from shared.engine.vision.image_encoder import ThreadedEncoder
 from shared.engine.vision.image_jobs import ImageJobs, WantedImage
 from shared.engine.vision.vector_cache import ImageKey, VectorCache
+from shared.errors import DeviceFailed, StepFailed
 from shared.pixels.pixel_fetcher import PixelRequest
 from tests.support.waiting import until
 
@@ -120,4 +123,25 @@ async def test_vectors_of_two_jobs_for_one_image_are_one(is_retained: bool) -> N
         jobs.drop(each)
     assert kept == (VECTORS if is_retained else bytes(len(VECTORS)))
     assert jobs.cache.num_bytes == len(VECTORS) * is_retained
+    await jobs.close()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_lost_device_is_told_from_a_tile_that_fails(is_lost: bool) -> None:
+    """After an error of a kernel CUDA refuses all calls of the process."""
+
+    def fail(*_: object) -> bytes:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def work(*_: object) -> None: ...
+
+    jobs, wanted, reasons = Jobs(), wanted_image(is_retained=True), list[str]()
+    failing = SimpleNamespace(config=None, vector_bytes=0, init_thread=work, encode_tile=fail)
+    failing.check = fail if is_lost else work
+    jobs._encoder = ThreadedEncoder(failing)
+    jobs.on_device_lost(reasons.append)
+    jobs.want(wanted)
+    await until(lambda: not jobs._jobs)
+    assert type(wanted.error) is (DeviceFailed if is_lost else StepFailed)
+    assert ["illegal memory access" in each for each in reasons] == [True] * is_lost
     await jobs.close()

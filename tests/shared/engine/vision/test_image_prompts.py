@@ -225,7 +225,7 @@ async def test_a_request_that_ends_leaves_the_image_to_those_who_wait(worker, pi
 async def test_a_failed_encoder_fails_that_request_alone(worker, encoder, raised, expected) -> None:
     class Failing:
         config, vector_bytes = encoder.config, encoder.vector_bytes
-        init_thread = encoder.init_thread
+        init_thread, check = encoder.init_thread, encoder.check
 
         def encode_tile(self, tile: NDArray[np.uint8]) -> bytes:
             raise raised

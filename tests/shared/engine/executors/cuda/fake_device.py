@@ -73,6 +73,7 @@ class FakeDriver:
     calls: list[str] = field(default_factory=list)
     marks: list[FakeEvent] = field(default_factory=list)  # events in the order of their records
     copies: list[object] = field(default_factory=list)  # what a copy stream does
+    priorities: list[int] = field(default_factory=list)  # of streams; that of the steps is 0
     _current: threading.local = field(default_factory=threading.local)
 
     def set_device(self, device: int) -> None:
@@ -106,7 +107,7 @@ class FakeDriver:
 
     def Stream(self, device: int, priority: int) -> FakeStream:  # noqa: N802
         assert device == INDEX
-        assert priority < 0  # the steps have 0
+        self.priorities.append(priority)
         return FakeStream(self.copies)
 
     def Event(self) -> FakeEvent:  # noqa: N802

@@ -47,6 +47,7 @@ def test_copy_waits_for_its_mark_and_has_ended_when_it_returns() -> None:
     driver = FakeDriver()
     stream = CopyStream(CudaDevice(INDEX, torch.device("cpu"), driver))
     mark = stream.delivered
+    assert [each < 0 for each in driver.priorities] == [True]
     stream.copy(mark, driver.copies.append, "copy")
     assert driver.copies == ["begin", mark.event, "copy", "synchronize", "end"]
     driver.copies.clear()

@@ -28,13 +28,17 @@ from shared.engine.executors.loading.device_limit import LIMITED_KV_SHARE, OUTSI
 from shared.engine.executors.loading.kv_sizing import KV_SHARE, MAX_BLOCKS
 from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.step_computer import StepComputer
+from shared.engine.models.checkpoint_config import read_config
 from shared.engine.parallel.mesh_shape import MeshShape
+from shared.engine.planning.vision_tensors import encoder_bytes
 from shared.engine.step import KvRun, StepInputs, StepOutput
 from shared.errors import ConfigError
+from shared.kv_layout import ITEM_BYTES
 from tests.shared.engine.executors.cuda.fake_device import INDEX, FakeDriver
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.families import FAMILIES
 from tests.support.engine.steps import Blocks, generate, prefill, step_of
+from tests.support.engine.vision.vision_models import write_smolvlm
 
 PROMPT = list(range(5, 45))
 
@@ -163,6 +167,19 @@ def test_split_products_are_measured_before_memory_is(tmp_path: Path) -> None:
     before, after = set(driver.calls[:first]), set(driver.calls[first + 1 :])
     assert str((512, 128)) in after
     assert after <= before
+
+
+def test_kv_cache_leaves_room_for_the_encoder_of_images(tmp_path: Path) -> None:
+    """The worker loads it after its model, on the same device."""
+    write_smolvlm(tmp_path)
+    num_bytes = encoder_bytes(read_config(tmp_path).vision, ITEM_BYTES["float32"])
+    free = num_bytes + (1 << 20)
+    executor = load(tmp_path, FakeDriver(free=lambda: free))
+    block_bytes = 16 * executor.kv_layout.bytes_per_token
+    assert executor.num_blocks == int((1 << 20) * KV_SHARE) // block_bytes
+    limit = f"{OUTSIDE_BYTES + free}B"
+    limited = load(tmp_path, FakeDriver(free=lambda: 0), gpu_memory=limit)
+    assert limited.num_blocks == int((1 << 20) * LIMITED_KV_SHARE) // block_bytes
 
 
 def test_given_kv_cache_size_is_used_without_measuring(model_dir: Path) -> None:

@@ -29,7 +29,7 @@ from shared.engine.executors.loading.load_options import LoadOptions
 from shared.engine.executors.loading.warm_up import idle_step
 from shared.engine.models.checkpoint_config import read_config
 from shared.messages import SamplingParams, TokenLogprobs
-from tests.shared.engine.executors.cuda.fake_device import FakeDriver, Replays, load
+from tests.shared.engine.executors.cuda.fake_device import INDEX, FakeDriver, Replays, load
 from tests.support.engine.checkpoints import write_llama
 from tests.support.engine.families import FAMILIES
 from tests.support.engine.model_worker import Worker
@@ -225,16 +225,17 @@ async def test_experts_do_not_count_what_captures_compute(tmp_path: Path) -> Non
 
 
 async def test_steps_are_computed_while_experts_are_counted(tmp_path: Path) -> None:
-    """No thread waits for the device, which is late."""
+    """No thread waits for the device, which is late. This one, which polls, is bound to it."""
     FAMILIES["llama4, experts"].write(tmp_path)
     driver = FakeDriver()
-    executor = load(tmp_path, Replays(), driver=driver)
+    executor = await asyncio.to_thread(load, tmp_path, Replays(), driver=driver)
     before = await executor.expert_counts()
     driver.is_late = True
     counting = asyncio.ensure_future(executor.expert_counts())
     await asyncio.sleep(0)  # it is asked for before the step
     await executor.check()
     assert not counting.done()
+    assert driver.current_device() == INDEX
     driver.is_late = False
     counts, after = await counting, await executor.expert_counts()
     assert before is not None and counts is not None and after is not None
