@@ -14,6 +14,7 @@ from shared.engine.executors.group.other_host import run_host_ranks
 from shared.engine.parallel.mesh_shape import MeshShape
 from shared.engine.parallel.processes.watchdog import GroupLost
 from shared.errors import ConfigError, HearthError, NoResponders, RequestTimeout
+from shared.lifecycle.limits import forbid_core_dumps, raise_descriptor_limit
 from shared.messages import JoinRanks, RanksAssigned
 from shared.metrics.supervisor_notifier import Notifier, TurnNotifier
 from shared.subjects import join_ranks
@@ -36,6 +37,8 @@ def run_rank(config: RankConfig) -> int:
     configure_service_logging(
         config.process_id, level=config.log_level, log_format=config.log_format
     )
+    raise_descriptor_limit()
+    forbid_core_dumps()
     try:
         check(config)
         assigned = asyncio.run(_assigned(config))

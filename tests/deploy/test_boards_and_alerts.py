@@ -13,6 +13,8 @@ import yaml
 
 from services.gateway.reference.error_meanings import MEANING, descendants
 from shared.errors import HearthError
+from shared.metrics.machine import MachineCollector
+from shared.tls import TlsFiles
 from tests.deploy.exposed import gateway_metrics, names_of, process_metrics
 from tests.deploy.promtool import needs_promtool, promtool
 from tests.deploy.record import RECORDED
@@ -60,6 +62,25 @@ def test_each_metric_of_boards_and_alerts_is_exposed() -> None:
     named = {name for each in all_expressions() for name in METRIC.findall(each)}
     assert len(named) > 40
     assert named - exposed == set()
+
+
+def test_scrapes_keep_what_processes_alone_export() -> None:
+    """A gateway has all of the fleet but this: of a worker that no scrape keeps, no alert is."""
+    (job,) = (
+        each
+        for each in yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+        if each["job_name"] == "hearth-process"
+    )
+    monitors = DEPLOY / "kubernetes/components/monitoring/monitors.yaml"
+    *_, monitor = yaml.safe_load_all(monitors.read_text())
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    own = {each.name for each in MachineCollector(TlsFiles()).collect()}
+    own.add("hearth_event_loop_stall_seconds")
+    assert own <= {name for each in rules() for name in METRIC.findall(each["expr"])}
+    for (kept,) in (job["metric_relabel_configs"], endpoint["metricRelabelings"]):
+        assert kept["action"] == "keep"
+        assert [name for name in own if not re.fullmatch(kept["regex"], name)] == []
+        assert not re.fullmatch(kept["regex"], "hearth_process_live")
 
 
 def test_each_metric_of_boards_made_for_vllm_is_exposed() -> None:

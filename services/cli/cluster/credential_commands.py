@@ -30,8 +30,9 @@ def credential(
     role: Annotated[
         str | None,
         typer.Argument(
-            help="gateway, scheduler, prefill, decode, kv_index, host, worker, observer, operator: "
-            "commands hosts and workers, or client: an application that sends requests over NATS.",
+            help="gateway, scheduler, encode, prefill, decode, kv_index, host, worker, observer, "
+            "operator: commands hosts and workers, or client: an application that sends requests "
+            "over NATS.",
             autocompletion=among(*get_args(CredentialRole)),
         ),
     ] = None,
@@ -54,7 +55,7 @@ def credential(
         typer.Option(
             metavar="DIRECTORY",
             help="Create all secrets of a deployment that you run yourself, one file each, or add "
-            "what the directory lacks.",
+            "what the directory lacks. It remembers --process, --host and --tls.",
         ),
     ] = None,
     is_kubernetes: Annotated[

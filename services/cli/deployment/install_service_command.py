@@ -23,7 +23,9 @@ HOMES = ("/home", "/root", "/run/user")
 def install_service(
     role: Annotated[
         str,
-        typer.Argument(help="gateway, scheduler, kv_index, prefill, decode, worker, host or rank."),
+        typer.Argument(
+            help="gateway, scheduler, kv_index, encode, prefill, decode, worker, host or rank."
+        ),
     ],
     name: Annotated[
         str | None,

@@ -7,6 +7,7 @@
     cluster-secret, operator-token, metrics-token
     prometheus-token              one value of the metrics-token, which has two in a rotation
     hf-token                      yours, for models of the hub; empty at first
+    deployment.json               the processes, and options of the calls so far
 
 What is there stays, so that a second call adds processes; a file that was deleted is made anew.
 `nats.conf`, `users.acl` and the URLs follow from the others and are written each time.
@@ -17,14 +18,19 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
+from services.cli.deployment import folder_record
+from services.cli.deployment.folder_record import FolderRecord
 from services.local.credentials import (
     Credential,
+    named_credentials,
     nats_config_with_nkeys,
     tls_block,
 )
@@ -79,13 +85,40 @@ class SecretFolder(NamedTuple):
             raise ConfigError(f"{self.path / name}: {error.strerror}") from None
 
 
-def complete_folder(
-    path: Path, processes: Sequence[Credential], *, redis_host: str, tls: str | None = None
-) -> SecretFolder:
-    """Creates what the folder lacks. `tls` is the folder of nats-server's certificates, as
-    nats-server sees it. Raises ConfigError.
+def record_with(
+    path: Path | None, processes: Sequence[str], *, redis_host: str | None, tls: str | None
+) -> FolderRecord:
+    """Returns what the folder at `path`, or a new one, is for after a call with these options.
+    Raises ConfigError.
     """
-    folder, redis_address = SecretFolder(path, processes), _redis_address(redis_host)
+    named_credentials(processes)
+    found = None if path is None else folder_record.read_record(path)
+    record = found or FolderRecord(has_defaults=not processes)
+    changed = record.with_given(processes, redis_host=redis_host, tls=tls)
+    if found is None and path is not None:
+        _check_keys(path, processes_of(changed))
+    return changed
+
+
+def processes_of(record: FolderRecord) -> list[Credential]:
+    """Raises ConfigError."""
+    return named_credentials(record.all_processes(PROCESSES))
+
+
+def _check_keys(path: Path, processes: Iterable[Credential]) -> None:
+    """Raises ConfigError for a folder without a record that has keys of other processes."""
+    unnamed = {each.stem for each in path.glob("*.nk")} - {each.process_id for each in processes}
+    if unnamed:
+        raise ConfigError(
+            f"{path} has keys that nats.conf would no longer know: {', '.join(sorted(unnamed))}. "
+            "Name all of its processes with --process, or delete the files"
+        )
+
+
+def complete_folder(path: Path, record: FolderRecord, *, default_host: str) -> SecretFolder:
+    """Creates what the folder lacks. `default_host` is that of Redis. Raises ConfigError."""
+    folder = SecretFolder(path, processes_of(record))
+    redis_address = _redis_address(record.redis_host or default_host)
     try:
         path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         _check_closed(path)
@@ -93,8 +126,10 @@ def complete_folder(
             _keep(path / name, secrets.token_hex(TOKEN_BYTES))
         _keep(path / SCRAPE_TOKEN, folder.text(METRICS_TOKEN).partition("\n")[0])
         _keep(path / HUB_TOKEN, "")
-        _complete_nats(folder, tls)
+        _complete_nats(folder, record.tls or None)
         _complete_redis(folder, redis_address)
+        text = msgspec.json.format(msgspec.json.encode(record)).decode()
+        _write(path / folder_record.FILE, f"{text}\n")  # the last: what a failed call named is not
     except OSError as error:
         raise ConfigError(f"{error.filename or path}: {error.strerror}") from None
     return folder

@@ -81,7 +81,12 @@ def _check_paths(process: ServiceProcess) -> None:
 
 
 def _drop_in(process: ServiceProcess) -> str:
-    lines = ["[Service]", f"Environment=HEARTH_COMMAND={COMMANDS[process.role]}"]
+    """Names the executable, too: the unit is of all processes, which an upgrade replaces one by
+    one.
+    """
+    lines = [f"# {_installed_by(process)}", "[Service]"]
+    lines += [f"Environment=HEARTH_COMMAND={COMMANDS[process.role]}"]
+    lines += ["ExecStart=", f"ExecStart={process.executable} $HEARTH_COMMAND"]
     lines += _nats(process, "HEARTH_NATS_URL", process.name)
     if process.role == "host":
         lines += _nats(process, "HEARTH_WORKER_NATS_URL", WORKERS_OF_A_HOST)
@@ -97,6 +102,15 @@ def _drop_in(process: ServiceProcess) -> str:
             lines += _credential(option, process.tls / file.format(name=process.name), variable)
     lines += GPU if process.has_gpu else ()
     return "\n".join(lines) + "\n"
+
+
+def _installed_by(process: ServiceProcess) -> str:
+    """Returns the command that writes the same files again, by any release."""
+    words = ["hearth install-service", process.role, process.name, "--nats", process.nats]
+    words += ["--secrets", str(process.secrets)]
+    words += [] if process.tls is None else ["--tls", str(process.tls)]
+    words += ["--gpu"] if process.has_gpu else []
+    return " ".join(words)
 
 
 def _nats(process: ServiceProcess, variable: str, name: str) -> Iterator[str]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from services.cli.deployment.kubernetes_secrets import check_kubernetes_names, kubernetes_secrets
-from services.cli.deployment.secret_folder import PROCESSES, complete_folder
-from services.local.credentials import named_credentials
+from services.cli.deployment.secret_folder import complete_folder, processes_of, record_with
 
 REDIS_OF_COMPOSE, REDIS_OF_KUBERNETES = "redis", "hearth-redis"
 
@@ -26,14 +25,15 @@ def write_secrets(
     """Completes the folder at `path`, or a temporary one, and with a namespace prints its
     Secrets. Raises ConfigError.
     """
-    named = named_credentials(processes or PROCESSES)
+    record = record_with(path, processes or (), redis_host=redis_host, tls=tls)
+    named = processes_of(record)
     if namespace is not None:
         check_kubernetes_names(named, namespace)
     default_host = REDIS_OF_COMPOSE if namespace is None else REDIS_OF_KUBERNETES
     with ExitStack() as stack:
         if path is None:
             path = Path(stack.enter_context(TemporaryDirectory()))
-        folder = complete_folder(path, named, redis_host=redis_host or default_host, tls=tls)
+        folder = complete_folder(path, record, default_host=default_host)
         if namespace is not None:
             print(kubernetes_secrets(folder, namespace), end="")
         else:

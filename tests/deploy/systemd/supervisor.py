@@ -84,7 +84,7 @@ class Supervisor:
 
     def _command(self, address: Path) -> tuple[list[str], dict[str, str]]:
         environ = self._environ(address)
-        (line,) = self._settings["ExecStart"]
+        line = self._settings["ExecStart"][-1]
         return shlex.split(Template(line).substitute(environ)), environ
 
     def _run(self) -> None:

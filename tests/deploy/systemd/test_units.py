@@ -14,7 +14,7 @@ from kernels.cache import cache_root
 from services.cli.deployment.service_files import COMMANDS
 from services.worker.rank_service import ENDED_STATUS
 from shared.transport.nkeys import UserKey
-from tests.deploy.systemd.supervisor import Supervisor
+from tests.deploy.systemd.supervisor import Supervisor, read_unit
 from tests.services.cli.in_process import call_hearth
 from tests.support.servers import Server, find_binary, free_port
 from tests.support.waiting import wait_until
@@ -76,6 +76,25 @@ def test_options_of_a_process_are_kept(tmp_path: Path) -> None:
         with (tmp_path / "etc/hearth/decode-1.env").open("a") as file:
             file.write("HEARTH_REGION=eu\n")
     assert (tmp_path / "etc/hearth/decode-1.env").read_text().count("HEARTH_REGION") == 2
+
+
+def test_upgrade_of_one_process_leaves_the_others_at_their_release(tmp_path: Path) -> None:
+    """One that ends meanwhile is started again: out of order if it had the new release."""
+    for name, release in (("gateway", "0.1.0"), ("decode", "0.2.0")):
+        install(tmp_path, name, "--executable", f"/opt/hearth-{release}/bin/hearth")
+        reset, line = read_unit(tmp_path, name)["ExecStart"][-2:]
+        assert (reset, line) == ("", f"/opt/hearth-{release}/bin/hearth $HEARTH_COMMAND")
+    assert "0.1.0" in read_unit(tmp_path, "gateway")["ExecStart"][-1]
+
+
+def test_drop_in_has_the_command_that_writes_it_again(tmp_path: Path) -> None:
+    options = ("--gpu", "--tls", "/etc/tls", "--nats", "[::1]:4222", "--secrets", "/srv/secrets")
+    install(tmp_path, "decode", "decode-1", *options)
+    drop_in = tmp_path / "etc/systemd/system/hearth@decode-1.service.d/process.conf"
+    text = drop_in.read_text()
+    drop_in.unlink()
+    install(tmp_path, *text.splitlines()[0].removeprefix("# hearth install-service ").split())
+    assert drop_in.read_text() == text
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import signal
+import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
@@ -43,6 +45,25 @@ def worker_config(nats: NatsServer, **changes: object) -> WorkerConfig:
         model_dir=DEMO_MODEL_DIR,
         **(fields | changes),
     )
+
+
+def test_ranks_leave_no_core_dump() -> None:
+    """It would have prompts and KV of tenants. Processes of ranks inherit the limit."""
+    if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0:
+        pytest.skip("no process here may leave one")
+    script = """if True:
+        import resource
+        from pathlib import Path
+        from shared.config import RankConfig
+        from services.worker.rank_service import run_rank
+        hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+        config = RankConfig(nats_url="", process_id="w", model_dir=Path(), ranks=0)
+        run_rank(config)  # ends at once: there are no 0 ranks
+        print(resource.getrlimit(resource.RLIMIT_CORE) == (0, hard))
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 async def test_worker_lives_and_dies_with_its_rank_on_another_host(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from services.cli.deployment import folder_record
 from services.cli.deployment.secret_folder import FILES_OF_ROLE, HUB_TOKEN, PROCESSES
 from services.local.credentials import named_credentials
 from shared.transport.nkeys import UserKey
@@ -56,10 +57,54 @@ def test_second_call_adds_and_changes_nothing(tmp_path: Path) -> None:
     make(tmp_path, "--process", "decode=decode-1")
     (tmp_path / HUB_TOKEN).write_text("hf_mine\n")
     before = texts(tmp_path)
-    make(tmp_path, "--process", "decode=decode-1", "--process", "decode=decode-2@eu")
+    make(tmp_path, "--process", "decode=decode-2@eu")
     after = texts(tmp_path)
     assert after.keys() - before.keys() == {"decode-2.nk"}
-    assert {name for name in before if before[name] != after[name]} == {"nats.conf"}
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"nats.conf", folder_record.FILE}
+    for name in ("decode-1", "decode-2"):
+        assert UserKey.of_file(tmp_path / f"{name}.nk").public in after["nats.conf"]
+
+
+@pytest.mark.parametrize("first", [(), ("--process", "decode=d1", "--process", "gateway=g1")])
+def test_later_call_remembers_what_the_earlier_ones_were_given(
+    first: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Else every process that it does not name would be locked out of NATS, or off Redis."""
+    make(tmp_path, *first, "--host", "10.0.0.1", "--tls", "/etc/nats/tls")
+    before = texts(tmp_path)
+    (tmp_path / "operator-token").unlink()
+    make(tmp_path)
+    after = texts(tmp_path)
+    assert {name for name in after if before.get(name) != after[name]} == {"operator-token"}
+    make(tmp_path, "--process", "host=h1", "--kubernetes")
+    for key in (tmp_path / "h1.nk", *(tmp_path / each for each in before if each.endswith(".nk"))):
+        assert UserKey.of_file(key).public in (tmp_path / "nats.conf").read_text()
+    assert "@10.0.0.1:6379/0" in (tmp_path / "redis-gateway.url").read_text()
+
+
+def test_process_gets_another_region(tmp_path: Path) -> None:
+    for each in ("decode=d1", "decode=d1@eu"):
+        make(tmp_path, "--process", each)
+    assert "heartbeat.eu.d1" in (tmp_path / "nats.conf").read_text()
+
+
+def test_folder_without_a_record_locks_nobody_out(tmp_path: Path) -> None:
+    make(tmp_path, "--process", "decode=d1")
+    (tmp_path / folder_record.FILE).unlink()
+    before = texts(tmp_path)
+    done = call_hearth(("credential", "--folder", str(tmp_path), "--process", "decode=d2"), {})
+    assert done.returncode == 2 and "would no longer know: d1. Name all" in done.stderr
+    assert texts(tmp_path) == before
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"has_defaults": 1}'])
+def test_damaged_record_is_one_line(text: str, tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / folder_record.FILE).write_text(text)
+    done = call_hearth(("credential", "--folder", str(tmp_path)), {})
+    assert done.returncode == 2
+    assert folder_record.FILE in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_deleted_file_is_made_anew(tmp_path: Path) -> None:
