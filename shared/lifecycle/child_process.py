@@ -82,17 +82,19 @@ def _thread_stats(pid: int) -> list[list[str]]:
 
 
 class FreezeDetector:
-    """Detects a process that does nothing though it should: it is stopped, or waits for ever."""
+    """Detects a process that does nothing though it should: it is stopped, or waits for ever.
+
+    `can_watch` is False without /proc. A gateway asks for it twice a request: it is read once.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._last = -1
+        self.can_watch = Path(f"/proc/{pid}/task").exists()
 
-    def can_watch(self) -> bool:
-        """Whether the process can be watched: not without /proc, nor after its end. Asked for
-        each request: it reads nothing.
-        """
-        return Path(f"/proc/{self._pid}/task").exists()
+    def begin(self) -> None:
+        """Forgets what was seen before."""
+        self._last = -1
 
     def is_frozen(self) -> bool:
         """Whether no thread has run or wanted to since the last call. False for a process that

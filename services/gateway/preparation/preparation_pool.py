@@ -108,7 +108,7 @@ class _PoolProcess:
     @property
     def is_watched(self) -> bool:
         """Whether it is seen to freeze, between `begin_watch` and `end_watch`."""
-        return self._progress.can_watch()
+        return self.is_alive and self._progress.can_watch
 
     def has_loaded(self, setup: ProcessSetup) -> bool:
         return setup.key in self._setups
@@ -147,7 +147,7 @@ class _PoolProcess:
 
     def begin_watch(self) -> None:
         """Kills the process if it freezes before `end_watch`."""
-        self._progress = FreezeDetector(self.pid)
+        self._progress.begin()
         self._watch = asyncio.get_running_loop().call_later(SUSPECT_S, self._check)
 
     def end_watch(self) -> None:
