@@ -290,11 +290,23 @@ def test_forbidden_import_is_rejected(file: str, name: str) -> None:
     assert not is_allowed(name, rule_of(ROOT / file))
 
 
-def test_services_do_not_load_torch() -> None:
+@pytest.mark.parametrize(
+    ("modules", "excluded"),
+    [
+        ("gateway.service kv_index.service scheduler.service", "torch transformers triton"),
+        # several of them beside a gateway, each of which takes the memory of its modules
+        (
+            "gateway.dialects.preparation_process gateway.preparation.encoding_process "
+            "gateway.structured.grammars.check_process",
+            "structlog rich nats redis litestar",
+        ),
+    ],
+    ids=["services", "preparation"],
+)
+def test_process_does_not_load_what_it_never_uses(modules: str, excluded: str) -> None:
     code = (
-        "import sys, services.gateway.service, services.kv_index.service\n"
-        "import services.scheduler.service\n"
-        "print(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
+        f"import sys, {', '.join(f'services.{each}' for each in modules.split())}\n"
+        f"print(sorted({set(excluded.split())} & set(sys.modules)))"
     )
     child = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

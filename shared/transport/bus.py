@@ -50,9 +50,10 @@ from shared.transport.decoding.untyped_messages import UntypedMessages
 from shared.transport.gathered_messages import GatheredMessages, Handle
 from shared.transport.lost_connection import POLL_S, LostConnection
 from shared.transport.nats_client import DirectClient, PublishDenied, Take
+from shared.transport.rejected_messages import INVALID, OUTSIDE_REGIONS, RejectedMessages
 from shared.transport.sender_check import SenderCheck
 from shared.transport.site_bytes import RefusedSites, SiteBytes
-from shared.transport.wire_errors import INVALID, OUTSIDE_REGIONS, UNREADABLE, RejectedMessages
+from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
 

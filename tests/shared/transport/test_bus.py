@@ -26,7 +26,7 @@ from shared.errors import (
 )
 from shared.messages import AbortRequest, BlocksRemoved, CancelQueued, Done, Failure, ListBlocks
 from shared.transport.bus import NatsBus, error_of, failure_of, reply_to
-from shared.transport.wire_errors import RejectedMessages
+from shared.transport.rejected_messages import RejectedMessages
 from tests.support.nats_clients import connect_ordered
 from tests.support.servers import NatsServer, free_port
 from tests.support.waiting import LIMIT_S, until

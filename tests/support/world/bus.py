@@ -38,9 +38,10 @@ from shared.regions.region_check import RegionCheck
 from shared.subjects import sender_of, sent_by
 from shared.transport.bus import Unsubscribe, error_of, hand_over, late_reply, reply_to
 from shared.transport.nats_client import LATE_REPLY_S
+from shared.transport.rejected_messages import RejectedMessages
 from shared.transport.sender_check import SenderCheck
 from shared.transport.site_bytes import RefusedSites, SiteBytes
-from shared.transport.wire_errors import UNREADABLE, RejectedMessages
+from shared.transport.wire_errors import UNREADABLE
 from tests.support.world.process import SimulatedProcess
 
 log = structlog.get_logger(__name__)
