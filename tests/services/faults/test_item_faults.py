@@ -316,6 +316,7 @@ OWN = {
     "services/gateway/tenancy/usage_counter.py": ("_run",),
     "services/host/service.py": ("run", "_drive"),
     "services/host/workers/workers.py": ("bounding", "_run_templates"),
+    "services/worker/encode_worker.py": ("_leave",),
     "services/kv_index/service.py": ("_sweep", "_write_behind", "_retain_pins", "_drop_kv"),
     "services/prefill/service.py": ("_sweep",),
     "services/scheduler/other_sites.py": ("_sweep",),
