@@ -7,6 +7,7 @@ process sees (`LoadCredential=`; `%d` is that folder).
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -106,11 +107,11 @@ def _drop_in(process: ServiceProcess) -> str:
 
 def _installed_by(process: ServiceProcess) -> str:
     """Returns the command that writes the same files again, by any release."""
-    words = ["hearth install-service", process.role, process.name, "--nats", process.nats]
+    words = ["hearth", "install-service", process.role, process.name, "--nats", process.nats]
     words += ["--secrets", str(process.secrets)]
     words += [] if process.tls is None else ["--tls", str(process.tls)]
     words += ["--gpu"] if process.has_gpu else []
-    return " ".join(words)
+    return shlex.join(words)
 
 
 def _nats(process: ServiceProcess, variable: str, name: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -93,7 +94,10 @@ def test_drop_in_has_the_command_that_writes_it_again(tmp_path: Path) -> None:
     drop_in = tmp_path / "etc/systemd/system/hearth@decode-1.service.d/process.conf"
     text = drop_in.read_text()
     drop_in.unlink()
-    install(tmp_path, *text.splitlines()[0].removeprefix("# hearth install-service ").split())
+    command, install_service, *arguments = shlex.split(text.splitlines()[0].removeprefix("# "))
+    assert (command, install_service) == ("hearth", "install-service")
+    assert "'[::1]:4222'" in text  # to a shell it is a pattern
+    install(tmp_path, *arguments)
     assert drop_in.read_text() == text
 
 
