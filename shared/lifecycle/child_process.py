@@ -84,7 +84,7 @@ def _thread_stats(pid: int) -> list[list[str]]:
 class FreezeDetector:
     """Detects a process that does nothing though it should: it is stopped, or waits for ever.
 
-    `can_watch` is False without /proc. A gateway asks for it twice a request: it is read once.
+    `can_watch` is False without /proc. It is read once, as it may be asked for with each job.
     """
 
     def __init__(self, pid: int) -> None:
